@@ -1,0 +1,104 @@
+// The few things that the ops need of torch's stable ABI, with the checks that every op shares.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+namespace syncfree {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// std::invalid_argument reaches Python as ValueError. Message: op, argument, expected, got.
+template <class... Parts>
+inline void check(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::ostringstream text;
+  text << '(';
+  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
+  text << (t.dim() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+inline const char* name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Int: return "int32";
+    default: return "another dtype";
+  }
+}
+
+inline bool is_floating(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half || type == ScalarType::BFloat16;
+}
+
+inline DType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::BFloat16: return DType::bf16;
+    default: return DType::f16;
+  }
+}
+
+inline int64_t size_of(DType type) { return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2; }
+
+// Products of double are summed in double, all others in float.
+inline ScalarType acc_type(ScalarType compute) { return compute == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+
+inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), type);
+}
+
+inline Tensor new_bytes(const Tensor& like, int64_t bytes) { return new_empty(like, {bytes}, ScalarType::Byte); }
+
+// Contiguous and of that dtype; the tensor itself where it is both already.
+inline Tensor as_contiguous(const Tensor& t, ScalarType type) {
+  return torch::stable::contiguous(t.scalar_type() == type ? t : torch::stable::to(t, type));
+}
+
+inline Tensor flat(const Tensor& t, ScalarType type) {
+  const int64_t size[1] = {t.numel()};
+  return torch::stable::reshape(as_contiguous(t, type), torch::headeronly::IntHeaderOnlyArrayRef(size, 1));
+}
+
+// A matrix whose rows are contiguous; the tensor itself where they are.
+inline Tensor with_contiguous_rows(const Tensor& t) {
+  const bool rows = (t.size(1) <= 1 || t.stride(1) == 1) && (t.size(0) <= 1 || t.stride(0) >= t.size(1));
+  return rows ? t : torch::stable::contiguous(t);
+}
+
+inline int64_t pitch_of(const Tensor& t) { return t.size(0) <= 1 ? t.size(1) : t.stride(0); }
+
+inline const void* data_or_null(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+inline void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  check(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && (like.is_cpu() || t.get_device_index() == like.get_device_index()), op, ": ", name,
+        " is on another device than the first argument");
+}
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  check(is_floating(t.scalar_type()), op, ": ", name, " must be float64, float32, bfloat16 or float16, got ", name_of(t.scalar_type()));
+}
+
+}  // namespace syncfree

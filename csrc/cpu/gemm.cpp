@@ -1,0 +1,175 @@
+// Matrix products through the BLAS that torch has loaded.
+//
+// C = alpha op(A) op(B) + C, row-major. fp32 and fp64 go to sgemm/dgemm; bf16 and f16 to MKL's mixed products, which take 16-bit
+// operands and give fp32: the logits never pass through 16 bits. Symbols are looked up once, at run time; where one is missing the
+// product goes through aten::mm on operands widened to the type of the sums. C in bf16 or f16 is computed a block of rows at a time in
+// fp32 and rounded once.
+#include <dlfcn.h>
+
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "backend.h"
+#include "numbers.h"
+
+namespace syncfree {
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Column-major BLAS with 64-bit integers, then with 32-bit ones.
+template <class Int, class In, class T>
+using Gemm = void (*)(const char*, const char*, const Int*, const Int*, const Int*, const T*, const In*, const Int*, const In*,
+                      const Int*, const T*, T*, const Int*);
+
+template <class In, class T>
+struct GemmSymbols {
+  Gemm<int64_t, In, T> wide = nullptr;
+  Gemm<int32_t, In, T> narrow = nullptr;
+};
+
+void* find_symbol(const char* name) {
+#if defined(SYNCFREE_NO_BLAS)
+  return name ? nullptr : nullptr;
+#else
+  static void* const torch_library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* symbol = torch_library ? dlsym(torch_library, name) : nullptr;
+  return symbol ? symbol : dlsym(RTLD_DEFAULT, name);
+#endif
+}
+
+template <class In, class T>
+GemmSymbols<In, T> find_gemm(const char* wide, const char* narrow) {
+  return {reinterpret_cast<Gemm<int64_t, In, T>>(find_symbol(wide)), reinterpret_cast<Gemm<int32_t, In, T>>(find_symbol(narrow))};
+}
+
+template <class In, class T>
+const GemmSymbols<In, T>& symbols() {
+  static const GemmSymbols<In, T> found = [] {
+    if constexpr (std::is_same_v<In, double>) return find_gemm<In, T>("dgemm_64_", "dgemm_");
+    else if constexpr (std::is_same_v<In, float>) return find_gemm<In, T>("sgemm_64_", "sgemm_");
+    else if constexpr (std::is_same_v<In, Bf16>) return find_gemm<In, T>("gemm_bf16bf16f32_64_", "gemm_bf16bf16f32_");
+    else return find_gemm<In, T>("gemm_f16f16f32_64_", "gemm_f16f16f32_");
+  }();
+  return found;
+}
+
+// Row-major operands are the transposes of column-major ones, so the product is C^T = op(B)^T op(A)^T.
+template <class Int, class In, class T>
+void call(Gemm<Int, In, T> gemm, const GemmParams& p, const In* a, const In* b, T alpha, T beta, T* c, int64_t ldc) {
+  const char ta = p.transpose_a ? 'T' : 'N', tb = p.transpose_b ? 'T' : 'N';
+  const Int m = Int(p.m), n = Int(p.n), k = Int(p.k), lda = Int(p.lda), ldb = Int(p.ldb), ld = Int(ldc);
+  gemm(&tb, &ta, &n, &m, &k, &alpha, b, &ldb, a, &lda, &beta, c, &ld);
+}
+
+Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t pitch, ScalarType type) {
+  const int64_t sizes[2] = {rows, columns}, strides[2] = {pitch, 1};
+  return torch::stable::from_blob(const_cast<void*>(data), IntHeaderOnlyArrayRef(sizes, 2), IntHeaderOnlyArrayRef(strides, 2),
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), type);
+}
+
+template <class In, class T>
+std::unique_ptr<T[]> widened(const In* in, int64_t rows, int64_t columns, int64_t pitch) {
+  std::unique_ptr<T[]> out(new T[size_t(rows * columns)]);
+  parallel(rows, columns, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t j = 0; j < columns; ++j) out[r * columns + j] = T(widen(in[r * pitch + j]));
+    }
+  });
+  return out;
+}
+
+template <class T>
+void multiply_by_aten(const GemmParams& p, const T* a, int64_t lda, const T* b, int64_t ldb, T alpha, T* c, int64_t ldc) {
+  constexpr ScalarType type = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+  const Tensor left = p.transpose_a ? torch::stable::transpose(matrix(a, p.k, p.m, lda, type), 0, 1) : matrix(a, p.m, p.k, lda, type);
+  const Tensor right = p.transpose_b ? torch::stable::transpose(matrix(b, p.n, p.k, ldb, type), 0, 1) : matrix(b, p.k, p.n, ldb, type);
+  const bool direct = !p.accumulate && alpha == T(1);
+  std::unique_ptr<T[]> slab(direct ? nullptr : new T[size_t(p.m * p.n)]);
+  const Tensor out = direct ? matrix(c, p.m, p.n, ldc, type) : matrix(slab.get(), p.m, p.n, p.n, type);
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(left), torch::stable::detail::from(right), torch::stable::detail::from(out)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);  // owns what mm returned
+  if (direct) return;
+  parallel(p.m, p.n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t j = 0; j < p.n; ++j) c[i * ldc + j] = (p.accumulate ? c[i * ldc + j] : T(0)) + alpha * slab[i * p.n + j];
+    }
+  });
+}
+
+// C of the type of the sums.
+template <class In, class T>
+void multiply(const GemmParams& p, const In* a, const In* b, T alpha, T* c, int64_t ldc) {
+  if (p.k == 0) {
+    for (int64_t i = 0; !p.accumulate && i < p.m; ++i) std::fill_n(c + i * ldc, p.n, T(0));
+    return;
+  }
+  const GemmSymbols<In, T>& found = symbols<In, T>();
+  const T beta = p.accumulate ? T(1) : T(0);
+  const bool fits = std::max({p.m, p.n, p.k, p.lda, p.ldb, ldc}) <= INT32_MAX;
+  if (found.wide) return call(found.wide, p, a, b, alpha, beta, c, ldc);
+  if (found.narrow && fits) return call(found.narrow, p, a, b, alpha, beta, c, ldc);
+  if constexpr (std::is_same_v<In, T>) {
+    multiply_by_aten(p, a, p.lda, b, p.ldb, alpha, c, ldc);
+  } else {
+    const int64_t a_columns = p.transpose_a ? p.m : p.k, b_columns = p.transpose_b ? p.k : p.n;
+    const auto wide_a = widened<In, T>(a, p.transpose_a ? p.k : p.m, a_columns, p.lda);
+    const auto wide_b = widened<In, T>(b, p.transpose_b ? p.n : p.k, b_columns, p.ldb);
+    GemmParams w = p;
+    w.lda = a_columns, w.ldb = b_columns;
+    multiply<T, T>(w, wide_a.get(), wide_b.get(), alpha, c, ldc);
+  }
+}
+
+// C of 16 bits: blocks of rows in the type of the sums, each rounded once.
+template <class In, class T, class Out>
+void multiply_rounded(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
+  constexpr int64_t kBlockElements = 1 << 20;  // a few MB: the product is still in the cache when it is rounded
+  const int64_t block = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(p.n, 1), 1, p.m);
+  const std::unique_ptr<T[]> product(new T[size_t(block * p.n)]);
+  for (int64_t first = 0; first < p.m; first += block) {
+    GemmParams part = p;
+    part.m = std::min(block, p.m - first);
+    part.accumulate = false;
+    multiply<In, T>(part, a + (p.transpose_a ? first : first * p.lda), b, alpha, product.get(), p.n);
+    parallel(part.m, p.n, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const T* sum = product.get() + i * p.n;
+        Out* out = c + (first + i) * p.ldc;
+        if (p.accumulate) {
+          for (int64_t j = 0; j < p.n; ++j) out[j] = narrow<Out>(T(widen(out[j])) + sum[j]);
+        } else {
+          for (int64_t j = 0; j < p.n; ++j) out[j] = narrow<Out>(sum[j]);
+        }
+      }
+    });
+  }
+}
+
+template <class In, class T>
+void run(const GemmParams& p) {
+  const In* a = static_cast<const In*>(p.a);
+  const In* b = static_cast<const In*>(p.b);
+  const T alpha = p.alpha ? *static_cast<const T*>(p.alpha) : T(1);
+  if (p.c_dtype == p.acc) return multiply<In, T>(p, a, b, alpha, static_cast<T*>(p.c), p.ldc);
+  with_dtype(p.c_dtype, [&](auto tag) {
+    using Out = typename decltype(tag)::type;
+    multiply_rounded<In, T, Out>(p, a, b, alpha, static_cast<Out*>(p.c));
+  });
+}
+
+}  // namespace
+
+void gemm_cpu(const GemmParams& p) {
+  if (p.m == 0 || p.n == 0) return;
+  switch (p.ab_dtype) {
+    case DType::f64: return run<double, double>(p);
+    case DType::f32: return run<float, float>(p);
+    case DType::bf16: return run<Bf16, float>(p);
+    case DType::f16: return run<Half, float>(p);
+  }
+}
+
+}  // namespace syncfree

@@ -1,0 +1,5 @@
+// Kernels for CPU tensors.
+#include "../common/register.h"
+#include "backend.h"
+
+STABLE_TORCH_LIBRARY_IMPL(syncfree, CPU, m) { SYNCFREE_REGISTER(m, syncfree::CpuBackend); }

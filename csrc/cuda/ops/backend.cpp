@@ -1,0 +1,33 @@
+// Device, stream and errors.
+#include "../backend.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+namespace syncfree {
+namespace {
+
+cudaStream_t current_stream(int32_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace
+
+CudaBackend::CudaBackend(const Tensor& like) : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {
+  // With a driver too old for the runtime in this library no call succeeds: say which, once, before a kernel fails for a stranger reason.
+  static const cudaError_t usable = [] {
+    int count = 0;
+    return cudaGetDeviceCount(&count);
+  }();
+  if (usable == cudaErrorInsufficientDriver)
+    throw std::runtime_error("syncfree: this build carries the CUDA 13 runtime, which needs an NVIDIA driver of the 580 series or newer");
+  done(usable, "device query");
+}
+
+void CudaBackend::done(cudaError_t error, const char* kernel) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("syncfree: ") + kernel + " kernel: " + cudaGetErrorString(error));
+}
+
+}  // namespace syncfree

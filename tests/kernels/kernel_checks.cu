@@ -1,0 +1,235 @@
+// Checks of the launchers without torch, against plain loops in double. Small enough for compute-sanitizer.
+//   cmake --build build/cmake --target kernel_checks && ctest --test-dir build/cmake
+// Exit code: the number of failed checks, 77 (ctest: skipped) without a device.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "../../csrc/cuda/kernels/launch.h"
+
+using namespace syncfree;
+
+namespace {
+
+int failures = 0;
+std::mt19937_64 rng;
+
+#define CHECK(ok, ...)                  \
+  do {                                  \
+    if (!(ok)) {                        \
+      ++failures;                       \
+      std::printf("FAILED " __VA_ARGS__); \
+      std::printf("\n");                \
+    }                                   \
+  } while (0)
+
+#define CUDA(call)                                                                                  \
+  do {                                                                                              \
+    const cudaError_t error = (call);                                                               \
+    if (error != cudaSuccess) {                                                                     \
+      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));          \
+      std::exit(2);                                                                                 \
+    }                                                                                               \
+  } while (0)
+
+// Device memory that starts out as NaN (0xff bytes), so that what a kernel forgets to write shows.
+template <class T>
+struct Device {
+  T* data = nullptr;
+  size_t n;
+  explicit Device(size_t count) : n(count) {
+    CUDA(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T)));
+    CUDA(cudaMemset(data, 0xff, n * sizeof(T)));
+  }
+  explicit Device(const std::vector<T>& host) : Device(host.size()) { CUDA(cudaMemcpy(data, host.data(), n * sizeof(T), cudaMemcpyHostToDevice)); }
+  Device(const Device&) = delete;
+  ~Device() { cudaFree(data); }
+  std::vector<T> host() const {
+    std::vector<T> out(n);
+    CUDA(cudaMemcpy(out.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost));
+    return out;
+  }
+};
+
+double relative(const std::vector<double>& got, const std::vector<double>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) error += (got[i] - want[i]) * (got[i] - want[i]), norm += want[i] * want[i];
+  return norm == 0 ? std::sqrt(error) : std::sqrt(error / norm);
+}
+
+std::vector<float> normal(size_t n, float scale = 1.f) {
+  std::normal_distribution<float> draw(0.f, scale);
+  std::vector<float> out(n);
+  for (float& x : out) x = draw(rng);
+  return out;
+}
+
+struct Targets {
+  std::vector<int64_t> host;
+  Device<int64_t> device;
+  Device<double> counts{kCountSlots};
+  Device<int32_t> rows;
+  std::vector<int32_t> expected_valid, expected;
+
+  Targets(std::vector<int64_t> t, int64_t classes, int64_t sequence, int64_t shift, const float* weight)
+      : host(t), device(t), rows(t.size()) {
+    const int64_t n = int64_t(t.size());
+    std::vector<int32_t> ignored;
+    for (int64_t i = 0; i < n; ++i) {
+      const bool valid = i % sequence + shift < sequence && t[size_t(i + shift)] != -100;
+      (valid ? expected_valid : ignored).push_back(int32_t(i));
+    }
+    expected = expected_valid;
+    expected.insert(expected.end(), ignored.begin(), ignored.end());
+    Device<char> scratch(size_t(count_scratch_bytes(n, classes)));
+    CountParams p{};
+    p.target = device.data, p.rows = n, p.sequence = sequence, p.shift = shift, p.num_classes = classes, p.ignore_index = -100;
+    p.weight = weight, p.reduction = Reduction::mean, p.acc = DType::f32;
+    p.counts = counts.data, p.row_index = rows.data, p.scratch = scratch.data;
+    CUDA(launch_count(p, nullptr));
+    CUDA(cudaDeviceSynchronize());
+  }
+};
+
+std::vector<int64_t> draw_targets(int64_t n, int64_t classes, double ignored) {
+  std::vector<int64_t> t(static_cast<size_t>(n));
+  for (int64_t& x : t) x = std::uniform_real_distribution<>(0, 1)(rng) < ignored ? -100 : int64_t(rng() % uint64_t(classes));
+  return t;
+}
+
+void check_count() {
+  for (int64_t n : {1, 31, 32, 33, 255, 257, 2047, 2048, 2049, 100003})
+    for (double ignored : {0.0, 0.3, 1.0})
+      for (int64_t shift : {0, 1}) {
+        const int64_t classes = 5000, sequence = n % 7 == 0 ? n / 7 : n;
+        const std::vector<float> weight = normal(size_t(classes));
+        const Device<float> weight_device(weight);
+        const Targets t(draw_targets(n, classes, ignored), classes, sequence, shift, weight_device.data);
+        double d = 0, c = 0;
+        for (int32_t i : t.expected_valid) d += weight[size_t(t.host[size_t(i + shift)])];
+        for (float w : weight) c += w;
+        const std::vector<double> counts = t.counts.host();
+        CHECK(t.rows.host() == t.expected, "count: rows, n=%ld ignored=%g shift=%ld", long(n), ignored, long(shift));
+        CHECK(counts[kCountRows] == double(t.expected_valid.size()), "count: N, n=%ld", long(n));
+        CHECK(std::fabs(counts[kCountWeight] - d) <= 1e-9 * (1 + std::fabs(d)), "count: D %g %g", counts[kCountWeight], d);
+        CHECK(std::fabs(counts[kCountClasses] - c) <= 1e-9 * (1 + std::fabs(c)), "count: C %g %g", counts[kCountClasses], c);
+      }
+}
+
+// Loss and gradient of the plain loss, in place in bfloat16 or float, over a chunk that is only partly live.
+template <class Out>
+void check_rows(int64_t classes, bool general) {
+  const int64_t n = 37, first = 5, size = 32, pitch = (classes + 3) / 4 * 4;
+  const float smoothing = general ? 0.1f : 0.f;
+  const std::vector<float> z = normal(size_t(size * pitch), 3.f);
+  const Targets t(draw_targets(n, classes, 0.3), classes, n, 0, nullptr);
+  Device<float> logits(z), ce(n), zl(n);
+  RowParams p{};
+  p.chunk = {t.counts.data, t.rows.data, first, size};
+  p.options.logit_scale = 1.0, p.options.label_smoothing = smoothing, p.options.reduction = Reduction::mean;
+  p.num_classes = classes;
+  p.logits = logits.data, p.logits_dtype = DType::f32, p.logits_pitch = pitch;
+  p.target = t.device.data, p.acc = DType::f32, p.ce = ce.data, p.z = zl.data;
+  p.grad = logits.data, p.grad_dtype = sizeof(Out) == 2 ? DType::bf16 : DType::f32, p.grad_pitch = pitch * 4 / int64_t(sizeof(Out));
+  CUDA(launch_rows(p, nullptr));
+  CUDA(cudaDeviceSynchronize());
+  std::vector<Out> grad(size_t(size * p.grad_pitch));
+  CUDA(cudaMemcpy(grad.data(), logits.data, grad.size() * sizeof(Out), cudaMemcpyDeviceToHost));
+  const std::vector<float> losses = ce.host();
+  std::vector<double> got, want, got_loss, want_loss;
+  for (int64_t k = 0; k < size; ++k) {
+    const int64_t row = t.expected[size_t(first + k)];
+    const bool live = first + k < int64_t(t.expected_valid.size());
+    double m = -INFINITY, sum = 0, mean = 0;
+    for (int64_t j = 0; j < classes; ++j) m = std::max(m, double(z[size_t(k * pitch + j)]));
+    for (int64_t j = 0; j < classes; ++j) sum += std::exp(z[size_t(k * pitch + j)] - m), mean += z[size_t(k * pitch + j)] / double(classes);
+    const int64_t target = t.host[size_t(row)];
+    const double lse = m + std::log(sum);
+    got_loss.push_back(losses[size_t(row)]);
+    want_loss.push_back(live ? (1 - smoothing) * (lse - z[size_t(k * pitch + target)]) + smoothing * (lse - mean) : 0.0);
+    for (int64_t j = 0; j < classes; ++j) {
+      got.push_back(double(float(grad[size_t(k * p.grad_pitch + j)])));
+      want.push_back(live ? std::exp(z[size_t(k * pitch + j)] - lse) - smoothing / double(classes) - (j == target ? 1 - smoothing : 0) : 0.0);
+    }
+  }
+  CHECK(relative(got_loss, want_loss) < 2e-6, "rows: loss, V=%ld general=%d: %g", long(classes), general, relative(got_loss, want_loss));
+  const double bound = sizeof(Out) == 2 ? 2.5e-3 : 1e-5;
+  CHECK(relative(got, want) < bound, "rows: gradient, V=%ld general=%d size=%zu: %g", long(classes), general, sizeof(Out), relative(got, want));
+}
+
+void check_moves() {
+  const int64_t n = 50, first = 8, size = 40, columns = 129;
+  const Targets t(draw_targets(n, 10, 0.4), 10, n, 0, nullptr);
+  const std::vector<float> x = normal(size_t(n * columns));
+  const Device<float> input(x), alpha(std::vector<float>{0.25f, 0.f, 1.f});
+  Device<float> gathered(size_t(size * columns)), out(size_t(n * columns)), sums(columns);
+  Device<char> scratch(size_t(column_sum_scratch_bytes(columns)));
+  const Chunk chunk{t.counts.data, t.rows.data, first, size};
+  const int64_t live = std::clamp<int64_t>(int64_t(t.expected_valid.size()) - first, 0, size);
+  CUDA(launch_gather({chunk, input.data, DType::f32, columns, columns, gathered.data, DType::f32, columns}, nullptr));
+  CUDA(launch_store_rows({chunk, gathered.data, columns, columns, alpha.data, DType::f32, out.data, DType::f32, columns, nullptr}, nullptr));
+  CUDA(launch_column_sum({chunk, gathered.data, DType::f32, columns, columns, false, DType::f32, sums.data, scratch.data}, nullptr));
+  CUDA(cudaDeviceSynchronize());
+  const std::vector<float> g = gathered.host(), o = out.host(), s = sums.host();
+  bool same = true;
+  std::vector<double> column(size_t(columns), 0.0);
+  for (int64_t k = 0; k < size; ++k)
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t row = t.expected[size_t(first + k)];
+      const float want = k < live ? x[size_t(row * columns + j)] : 0.f;
+      same = same && g[size_t(k * columns + j)] == want && o[size_t(row * columns + j)] == want * 0.25f;
+      column[size_t(j)] += want;
+    }
+  CHECK(same, "moves: gather and store");
+  CHECK(relative(std::vector<double>(s.begin(), s.end()), column) < 1e-5, "moves: column sums");
+}
+
+void check_scale() {
+  for (float factor : {1.f, 0.5f, -3.f})
+    for (int64_t n : {1, 7, 1023, 65537}) {
+      std::vector<float> x = normal(size_t(n));
+      const uint32_t payload = 0x7fc12345u;  // a NaN whose bits must survive a factor of 1
+      std::memcpy(&x[0], &payload, 4);
+      Device<float> data(x);
+      const Device<float> scale(std::vector<float>{factor});
+      ScaleParams p{};
+      p.count = 1, p.scale = scale.data, p.scale_dtype = DType::f32;
+      p.items[0] = {data.data, DType::f32, 1, n, nullptr};
+      CUDA(launch_scale(p, nullptr));
+      CUDA(cudaDeviceSynchronize());
+      const std::vector<float> y = data.host();
+      bool same = factor != 1.f || std::memcmp(x.data(), y.data(), size_t(n) * 4) == 0;
+      for (int64_t i = 1; i < n; ++i) same = same && y[size_t(i)] == x[size_t(i)] * factor;
+      CHECK(same, "scale: n=%ld factor=%g", long(n), double(factor));
+    }
+}
+
+}  // namespace
+
+int main() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("no CUDA device: skipped\n");
+    return 77;
+  }
+  const uint64_t seed = std::getenv("SYNCFREE_SEED") ? std::strtoull(std::getenv("SYNCFREE_SEED"), nullptr, 10) : std::random_device()();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  rng.seed(seed);
+  check_count();
+  for (int64_t classes : {2, 17, 513, 8192, 32003})
+    for (bool general : {false, true}) {
+      check_rows<float>(classes, general);
+      check_rows<__nv_bfloat16>(classes, general);
+    }
+  check_moves();
+  check_scale();
+  std::printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
+  return std::min(failures, 76);
+}
