@@ -58,9 +58,12 @@ struct FlceProblem {
 };
 
 // final_gradients: float16 comes without the power of two of each row (the upstream gradient is in it already).
+// A backend with kernels of its own for a problem takes it whole: Backend::fuses says so.
 template <class Backend>
 FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const LossInputs& in, const Counts& counts, const Upstream& upstream,
                          const LossOutputs* outputs, FlceNeeds need, bool final_gradients) {
+  if constexpr (Backend::kHasFused)
+    if (backend.fuses(problem, in, outputs)) return backend.run_fused(problem, in, counts, upstream, outputs, need);
   const ScalarType acc = in.acc;
   const DType acc_d = dtype_of(acc), compute_d = dtype_of(problem.compute);
   const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;

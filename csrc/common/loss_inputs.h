@@ -181,6 +181,8 @@ struct LossOutputs {
     p.logsumexp = logsumexp_ ? logsumexp.mutable_data_ptr() : nullptr;
   }
 
+  bool wants_argmax() const { return accuracy_ || predicted_; }
+
   template <class Backend>
   void reduce(Backend& backend, const LossInputs& in, const Counts& counts) const {
     ReduceParams p{};

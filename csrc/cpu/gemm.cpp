@@ -63,6 +63,28 @@ void call(Gemm<Int, In, T> gemm, const GemmParams& p, const In* a, const In* b, 
   gemm(&tb, &ta, &n, &m, &k, &alpha, b, &ldb, a, &lda, &beta, c, &ld);
 }
 
+template <class In, class T>
+void call_blas(const GemmParams& p, const In* a, const In* b, T alpha, T beta, T* c, int64_t ldc) {
+  const GemmSymbols<In, T>& found = symbols<In, T>();
+  if (found.wide) call(found.wide, p, a, b, alpha, beta, c, ldc);
+  else call(found.narrow, p, a, b, alpha, beta, c, ldc);
+}
+
+// MKL's mixed products write a fresh C at half the speed at which they add to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so C
+// is zeroed first, in panels of columns that are still in the cache when the product comes.
+template <class In, class T>
+void multiply_onto_zeros(const GemmParams& p, const In* a, const In* b, T alpha, T* c, int64_t ldc) {
+  constexpr int64_t kPanel = 4096;
+  for (int64_t first = 0; first < p.n; first += kPanel) {
+    GemmParams part = p;
+    part.n = std::min(kPanel, p.n - first);
+    parallel(p.m, part.n, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) std::fill_n(c + i * ldc + first, part.n, T(0));
+    });
+    call_blas<In, T>(part, a, b + (p.transpose_b ? first * p.ldb : first), alpha, T(1), c + first, ldc);
+  }
+}
+
 Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t pitch, ScalarType type) {
   const int64_t sizes[2] = {rows, columns}, strides[2] = {pitch, 1};
   return torch::stable::from_blob(const_cast<void*>(data), IntHeaderOnlyArrayRef(sizes, 2), IntHeaderOnlyArrayRef(strides, 2),
@@ -107,10 +129,12 @@ void multiply(const GemmParams& p, const In* a, const In* b, T alpha, T* c, int6
     return;
   }
   const GemmSymbols<In, T>& found = symbols<In, T>();
-  const T beta = p.accumulate ? T(1) : T(0);
   const bool fits = std::max({p.m, p.n, p.k, p.lda, p.ldb, ldc}) <= INT32_MAX;
-  if (found.wide) return call(found.wide, p, a, b, alpha, beta, c, ldc);
-  if (found.narrow && fits) return call(found.narrow, p, a, b, alpha, beta, c, ldc);
+  if (found.wide || (found.narrow && fits)) {
+    const bool mixed = !std::is_same_v<In, T>;
+    if (mixed && !p.accumulate) return multiply_onto_zeros<In, T>(p, a, b, alpha, c, ldc);
+    return call_blas<In, T>(p, a, b, alpha, p.accumulate ? T(1) : T(0), c, ldc);
+  }
   if constexpr (std::is_same_v<In, T>) {
     multiply_by_aten(p, a, p.lda, b, p.ldb, alpha, c, ldc);
   } else {

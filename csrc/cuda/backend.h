@@ -3,14 +3,14 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../common/gemm.h"
-#include "../common/tensor.h"
+#include "../common/flce.h"
 #include "kernels/launch.h"
 
 namespace syncfree {
 
 class CudaBackend {
  public:
+  static constexpr bool kHasFused = true;
   static constexpr int64_t kDefaultWorkspace = int64_t(1) << 30;
   static constexpr int64_t kMinRows = 1024;
   static constexpr int64_t kRowMultiple = 128;
@@ -28,6 +28,11 @@ class CudaBackend {
   void reduce(const ReduceParams& p) { done(launch_reduce(p, stream_), "reduce"); }
   void scale(const ScaleParams& p) { done(launch_scale(p, stream_), "scale"); }
   void gemm(const GemmParams& p);
+
+  // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that are scalars of a row.
+  bool fuses(const FlceProblem& problem, const LossInputs& in, const LossOutputs* outputs) const;
+  FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts, const Upstream& upstream, const LossOutputs* outputs,
+                          FlceNeeds need);
 
  private:
   static void done(cudaError_t error, const char* kernel);

@@ -1,0 +1,154 @@
+// From the accumulators of one m64 tile to memory: arithmetic on fragments, then registers -> swizzled staging -> bulk tensor store.
+//
+// A thread holds, for i < BN / 2, the element in row warp * 16 + (lane / 4) + (i & 2 ? 8 : 0), column (i / 4) * 8 + (lane % 4) * 2 + (i & 1).
+#pragma once
+
+#include "gemm_config.cuh"
+
+namespace syncfree::sm90 {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp2_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ void stmatrix4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Maximum of each row over the tile's columns, to sums[tile, row].x.
+template <class C>
+__device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C::kBN / 2], int row, int col, int live, float scale) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+  const int r0 = row + warp * 16 + (lane >> 2), r1 = r0 + 8;
+  float m0 = -INFINITY, m1 = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < C::kBN / 2; ++i) {
+    if (col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1) >= p.n) continue;
+    float& m = (i & 2) ? m1 : m0;
+    m = fmaxf(m, acc[i] * scale);
+  }
+#pragma unroll
+  for (int offset = 1; offset <= 2; offset *= 2) {
+    m0 = fmaxf(m0, __shfl_xor_sync(0xffffffffu, m0, offset));
+    m1 = fmaxf(m1, __shfl_xor_sync(0xffffffffu, m1, offset));
+  }
+  float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
+  if ((lane & 3) == 0) {
+    if (r0 < live) out[r0] = make_float2(m0, 0.f);
+    if (r1 < live) out[r1] = make_float2(m1, 0.f);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kBN / 2], uint32_t staging, int wg, int row, int col, int live, float scale) {
+  if constexpr (C::kEpilogue == Epilogue::row_max) {
+    store_row_max<C>(p, acc, row, col, live, scale);
+    return;
+  }
+  const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+  const int r0 = row + warp * 16 + (lane >> 2), r1 = r0 + 8;
+  const bool leader = tid == 0;
+  float k0 = 0.f, k1 = 0.f, exact0 = 0.f, exact1 = 0.f, rounded0 = 0.f, rounded1 = 0.f;
+
+  if constexpr (C::kRowExp) {
+    k0 = r0 < live ? p.exponent[r0] : 0.f;
+    k1 = r1 < live ? p.exponent[r1] : 0.f;
+    const int t0 = r0 < live ? p.target[r0] - col : -1, t1 = r1 < live ? p.target[r1] - col : -1;
+    // Columns past V and rows past the live ones give E = 0; a negative scale must not turn their -inf round.
+    const float nothing = scale < 0.f ? INFINITY : -INFINITY;
+    if (col + C::kBN > p.n || row + 64 > live) {
+#pragma unroll
+      for (int i = 0; i < C::kBN / 2; ++i)
+        if (col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1) >= p.n || ((i & 2) ? r1 : r0) >= live) acc[i] = nothing;
+    }
+    const bool hit = (t0 >= 0 && t0 < C::kBN) || (t1 >= 0 && t1 < C::kBN);
+    if (__any_sync(0xffffffffu, hit)) {
+#pragma unroll
+      for (int i = 0; i < C::kBN / 2; ++i) {
+        if ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1) == ((i & 2) ? t1 : t0)) {
+          p.target_logit[(i & 2) ? r1 : r0] = acc[i];
+          acc[i] = nothing;
+        }
+      }
+    }
+  } else if constexpr (C::kBound == Bound::m) {
+    if (row + 64 > live) {
+#pragma unroll
+      for (int i = 0; i < C::kBN / 2; ++i)
+        if (((i & 2) ? r1 : r0) >= live) acc[i] = 0.f;
+    }
+  }
+
+  constexpr int kColumns = C::kF32 ? 32 : 64;
+#pragma unroll
+  for (int chunk = 0; chunk < C::kBN / kColumns; ++chunk) {
+    const uint32_t buffer = staging + (wg * C::kBuffers + chunk % C::kBuffers) * C::kBuffer;
+    uint32_t packed[C::kF32 ? 1 : 16];  // arithmetic first, so that it overlaps the copy engine's read of the buffer
+    if constexpr (!C::kF32) {
+#pragma unroll
+      for (int q = 0; q < 16; ++q) {
+        const float* v = acc + chunk * 32 + q * 2;
+        if constexpr (C::kRowExp) {
+          const float k = (q & 1) ? -k1 : -k0;
+          const float x = exp2_ftz(fmaf(v[0], scale, k)), y = exp2_ftz(fmaf(v[1], scale, k));
+          packed[q] = pack_bf16(x, y);
+          ((q & 1) ? exact1 : exact0) += x + y;
+          ((q & 1) ? rounded1 : rounded0) += __uint_as_float(packed[q] << 16) + __uint_as_float(packed[q] & 0xffff0000u);
+        } else {
+          packed[q] = pack_bf16(v[0], v[1]);
+        }
+      }
+    }
+    if constexpr (C::kStores) {
+      if (leader) tma_store_wait_read<C::kBuffers - 1>();
+      named_sync(1 + wg, 128);
+      if constexpr (C::kF32) {
+        const uint32_t base = buffer + (warp * 16 + (lane >> 2)) * 128 + (lane & 1) * 8;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* v = acc + chunk * 16 + j * 4;
+          const uint32_t at = base + (((j * 2 + ((lane & 3) >> 1)) ^ (lane >> 2)) << 4);
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 8 * 128), "f"(v[2]), "f"(v[3]) : "memory");
+        }
+      } else {
+        const int staged = warp * 16 + (lane & 15);
+        const uint32_t base = buffer + staged * 128;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          stmatrix4(base + (((j * 2 + (lane >> 4)) ^ (staged & 7)) << 4), packed[j * 4], packed[j * 4 + 1], packed[j * 4 + 2], packed[j * 4 + 3]);
+      }
+      fence_async_proxy();
+      named_sync(1 + wg, 128);
+      if (leader) {
+        tma_store<C::kAdd>(&p.d, buffer, col + chunk * kColumns, row);
+        tma_store_commit();
+      }
+    }
+  }
+
+  if constexpr (C::kRowExp) {
+#pragma unroll
+    for (int offset = 1; offset <= 2; offset *= 2) {
+      exact0 += __shfl_xor_sync(0xffffffffu, exact0, offset), exact1 += __shfl_xor_sync(0xffffffffu, exact1, offset);
+      rounded0 += __shfl_xor_sync(0xffffffffu, rounded0, offset), rounded1 += __shfl_xor_sync(0xffffffffu, rounded1, offset);
+    }
+    float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
+    if ((lane & 3) == 0) {
+      if (r0 < live) out[r0] = make_float2(exact0, rounded0);
+      if (r1 < live) out[r1] = make_float2(exact1, rounded1);
+    }
+  }
+}
+
+}  // namespace syncfree::sm90

@@ -1,0 +1,135 @@
+// Launchers of the Hopper path: three GEMMs and the small kernels between them. No torch, no device code.
+//
+// Notation: E = 2^(z - k) is what is stored of the logits z (in units of log2 e, scaled), k an integer a row that puts the target at 2^-40;
+// the gradient of the logits is v * E for all classes but the target's, where it is g_t. docs/kernels.md has the derivation.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../common/params.h"
+
+namespace syncfree {
+
+constexpr int kLogitsTileColumns = 192;  // E's sums are kept a (row, tile of this many classes)
+constexpr int kRowGroup = 256;           // rows that are repaired together
+
+// Per-chunk arrays, all in device memory. Rows are compact: k-th row of the chunk.
+struct FusedRows {
+  float* exponent;      // [size]
+  int32_t* target;      // [size], -1: none (not live, or no class)
+  float* target_logit;  // [size]: z of the target before logit_scale and log2 e
+  void* sums;           // float2 [tiles, size]: of E before and after rounding
+  float* v;             // [size]
+  int32_t* bad;         // [size]: the row left the range that E can hold
+  int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
+  float* g_target;      // [all rows], at first + k
+};
+
+struct FusedGatherParams {
+  Chunk chunk;
+  const void* input;
+  DType input_dtype;
+  int64_t input_pitch, hidden;
+  const void* weight;  // bfloat16 [classes, hidden]
+  int64_t weight_pitch, num_classes;
+  const int64_t* targets;
+  int64_t shift;
+  LossOptions options;
+  void* gathered;  // bfloat16 [size, hidden], contiguous
+  FusedRows rows;
+};
+
+struct FusedLogitsParams {
+  Chunk chunk;
+  const void* gathered;
+  const void* weight;
+  int64_t weight_pitch, num_classes, hidden;
+  LossOptions options;
+  void* e;  // bfloat16 [size, e_pitch], null: only the sums
+  int64_t e_pitch;
+  FusedRows rows;
+};
+
+struct FusedFinishParams {
+  RowParams row;  // options and per-row outputs; no logits, no gradient
+  FusedRows rows;
+  int64_t tiles;
+  bool repair;  // second pass: only the groups that were marked
+};
+
+struct FusedScaleParams {
+  Chunk chunk;
+  void* gathered;  // in place: bfloat16(alpha * v * x)
+  int64_t hidden;
+  const float* v;
+  const float* alpha;
+};
+
+struct FusedDxParams {
+  Chunk chunk;
+  const void* e;
+  int64_t e_pitch;
+  const void* weight;
+  int64_t weight_pitch, num_classes, hidden;
+  float* product;  // [size, hidden]
+  FusedRows rows;
+  const float* alpha;
+  void* out;  // dx, contiguous
+  DType out_dtype;
+};
+
+struct FusedDwParams {
+  Chunk chunk;
+  const void* e;
+  int64_t e_pitch;
+  const void* scaled;  // FusedScaleParams::gathered
+  int64_t num_classes, hidden;
+  void* sum;  // [classes, hidden], contiguous
+  DType sum_dtype;
+  bool accumulate;
+};
+
+// The rows of each class: positions sorted by target (stable), and where each class begins (-1: it has none).
+struct FusedSortParams {
+  const double* counts;
+  const int32_t* row_index;
+  int64_t rows, num_classes;
+  const int64_t* targets;
+  int64_t shift;
+  int32_t *keys_in, *keys, *positions_in, *positions;  // [rows]
+  int32_t* starts;                                     // [num_classes]
+  void* scratch;
+  size_t scratch_bytes;
+};
+
+// out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory; classes without rows are
+// then left alone.
+struct FusedTargetsParams {
+  const int32_t *row_index, *keys, *positions, *starts;
+  int64_t rows, num_classes, hidden;
+  const void* input;
+  DType input_dtype;
+  int64_t input_pitch;
+  const float* g_target;
+  const float* alpha;
+  const void* sum;
+  DType sum_dtype;
+  void* out;
+  DType out_dtype;
+};
+
+size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
+bool fused_supported_device();  // compute capability 9.0
+
+cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream);
+cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream);
+// Redoes the marked row groups with exponents from their maxima: two GEMMs that find no tile when nothing is marked.
+cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream);
+cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream);
+cudaError_t launch_fused_scale(const FusedScaleParams& p, cudaStream_t stream);
+cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream);
+cudaError_t launch_fused_dw(const FusedDwParams& p, cudaStream_t stream);
+cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream);
+cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream);
+
+}  // namespace syncfree

@@ -1,0 +1,59 @@
+// E and its row sums from hidden states and the head: the logits are never stored. See fused.h.
+#include "../hopper/gemm.cuh"
+#include "device.cuh"
+#include "fused.h"
+
+namespace syncfree {
+namespace {
+
+using namespace sm90;
+
+template <Epilogue E>
+using Logits = PingPong<false, false, E, Bound::m>;
+static_assert(Logits<Epilogue::row_exp>::kBN == kLogitsTileColumns);
+static_assert(Logits<Epilogue::row_exp>::kBM * Logits<Epilogue::row_exp>::kCluster == kRowGroup);
+
+constexpr int kThreads = 256;
+// E of a row's maximum after a repair: the sum over any vocabulary stays far below 2^127.
+constexpr float kRepairedMaximum = 60.f;
+
+template <Epilogue E>
+cudaError_t launch(const FusedLogitsParams& p, const int32_t* only, cudaStream_t stream) {
+  GemmArgs args{};
+  args.chunk = p.chunk;
+  args.only = only;
+  args.exponent = p.rows.exponent;
+  args.target = p.rows.target;
+  args.sums = static_cast<float2*>(p.rows.sums);
+  args.target_logit = p.rows.target_logit;
+  args.scale_log2e = float(p.options.logit_scale) * kLog2e;
+  args.scale_ptr = p.options.logit_scale_ptr;
+  const Matrix x{p.gathered, p.chunk.size, p.hidden, p.hidden}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch},
+      e{p.e, p.chunk.size, p.num_classes, p.e_pitch};
+  return launch_gemm<Logits<E>>(x, w, e, args, stream);
+}
+
+// One thread a row: the exponent that puts the largest E of a bad row at 2^60.
+__global__ void __launch_bounds__(kThreads) repair_exponent_kernel(Chunk chunk, FusedRows rows, int64_t tiles) {
+  const int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (k >= live_rows(chunk) || !rows.bad[k]) return;
+  const float2* sums = static_cast<const float2*>(rows.sums);
+  float m = -INFINITY;
+  for (int64_t t = 0; t < tiles; ++t) m = fmaxf(m, sums[t * chunk.size + k].x);
+  rows.exponent[k] = rintf(m) - kRepairedMaximum;
+}
+
+}  // namespace
+
+cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream) {
+  return p.e ? launch<Epilogue::row_exp>(p, nullptr, stream) : launch<Epilogue::row_stats>(p, nullptr, stream);
+}
+
+cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream) {
+  if (cudaError_t e = launch<Epilogue::row_max>(p, p.rows.only, stream)) return e;
+  repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows, tiles);
+  if (cudaError_t e = cudaGetLastError()) return e;
+  return p.e ? launch<Epilogue::row_exp>(p, p.rows.only, stream) : launch<Epilogue::row_stats>(p, p.rows.only, stream);
+}
+
+}  // namespace syncfree

@@ -1,0 +1,262 @@
+// The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the factor v into x, and the
+// targets' share of dW through a stable sort by class.
+#include <cub/device/device_radix_sort.cuh>
+
+#include "../../common/formulas.h"
+#include "device.cuh"
+#include "fused.h"
+
+namespace syncfree {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr float kLog2e = 1.4426950408889634f;
+// The target's E is 2^-40: the window of bfloat16 then holds classes up to 167 binary orders above it, and 86 below what matters.
+constexpr float kTargetExponent = 40.f;
+constexpr float kLargestSum = 1.3e36f;  // 2^120
+
+template <class In>
+__device__ __forceinline__ void load_bf16x8(const In* x, int64_t i, Pack<__nv_bfloat16>& out) {
+#pragma unroll
+  for (int a = 0; a < 8 / Pack<In>::kSize; ++a) {
+    const Pack<In> in = reinterpret_cast<const Pack<In>*>(x + i * 8)[a];
+#pragma unroll
+    for (int e = 0; e < Pack<In>::kSize; ++e) out.v[a * Pack<In>::kSize + e] = __float2bfloat16_rn(to_float(in.v[e]));
+  }
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
+  __shared__ float shared[kThreads / kWarp];
+  const int64_t k = blockIdx.x;
+  Pack<__nv_bfloat16>* out = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
+  if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
+  if (k >= live_rows(p.chunk)) {
+    for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
+    return;
+  }
+  const int64_t row = p.chunk.row_index[p.chunk.first + k], t = p.targets[row + p.shift];
+  const bool known = t >= 0 && t < p.num_classes;
+  const In* x = static_cast<const In*>(p.input) + row * p.input_pitch;
+  const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
+  float dot = 0.f;
+  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
+    Pack<__nv_bfloat16> a;
+    load_bf16x8(x, i, a);
+    out[i] = a;
+    const Pack<__nv_bfloat16> b = w[i];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) dot = fmaf(to_float(a.v[e]), to_float(b.v[e]), dot);
+  }
+  dot = block_reduce<kThreads>(dot, Sum(), shared);
+  if (threadIdx.x == 0) {
+    const float scale = float(option_logit_scale(p.options)) * kLog2e;
+    p.rows.exponent[k] = known ? rintf(dot * scale) + kTargetExponent : NAN;
+    p.rows.target[k] = known ? int32_t(t) : -1;
+    p.rows.target_logit[k] = NAN;
+    p.rows.bad[k] = 0;
+  }
+}
+
+constexpr int kRowsPerBlock = 32, kSlices = 8;
+
+// 32 rows a block, 8 slices of tiles each; slices are added in order.
+__global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
+  __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
+  __shared__ RowConstants<float> constants;
+  const Chunk& chunk = p.row.chunk;
+  const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
+  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = live_rows(chunk);
+  // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
+  if (p.repair && !p.rows.only[k / kRowGroup]) return;
+  if (threadIdx.x == 0) constants = row_constants<float>(p.row);
+  double exact = 0, rounded = 0;
+  if (k < live) {
+    const float2* sums = static_cast<const float2*>(p.rows.sums);
+    for (int64_t t = slice; t < p.tiles; t += kSlices) {
+      const float2 s = sums[t * chunk.size + k];
+      exact += double(s.x), rounded += double(s.y);
+    }
+  }
+  exact_sums[slice][lane] = exact;
+  rounded_sums[slice][lane] = rounded;
+  __syncthreads();
+  if (slice != 0 || k >= chunk.size) return;
+  for (int s = 1; s < kSlices; ++s) exact += exact_sums[s][lane], rounded += rounded_sums[s][lane];
+  const int64_t i = chunk.row_index[chunk.first + k];
+  RowResult<float> r{};
+  float v = 0.f, g = 0.f;
+  if (k < live) {
+    const float exponent = p.rows.exponent[k], z = p.rows.target_logit[k], scale = constants.logit_scale * kLog2e;
+    if (!p.repair && exact > double(kLargestSum)) {
+      p.rows.bad[k] = 1;
+      p.rows.only[k / kRowGroup] = 1;
+    }
+    // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the row's exponent.
+    const float above = fmaf(-z, scale, exponent);
+    const double relative = exact * exp2(double(above));
+    const bool by_target = !(relative > 1e30);
+    const RowStats<float> stats{by_target ? z * constants.logit_scale : exponent / kLog2e, float(by_target ? relative : exact), z * constants.logit_scale, 0.f};
+    const float multiplier = p.row.token_weight ? static_cast<const float*>(p.row.token_weight)[i + p.row.shift] : 1.f;
+    const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
+    r = row_result(stats, constants, 1.f, multiplier, upstream);
+    v = by_target ? r.slope * exp2f(above) : r.slope;
+    // The target takes what rounding E left over, so that the row of gradients sums to what it should.
+    g = r.target + v * float(exact - rounded);
+  }
+  p.rows.v[k] = v;
+  p.rows.g_target[chunk.first + k] = g;
+  if (p.row.ce) static_cast<float*>(p.row.ce)[i] = r.ce;
+  if (p.row.z) static_cast<float*>(p.row.z)[i] = r.z;
+  if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = r.logsumexp;
+}
+
+__global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams p) {
+  const int64_t k = blockIdx.x;
+  if (k >= live_rows(p.chunk)) return;
+  const float factor = p.v[k] * *p.alpha;
+  Pack<__nv_bfloat16>* x = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
+  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
+    Pack<__nv_bfloat16> a = x[i];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) a.v[e] = __float2bfloat16_rn(to_float(a.v[e]) * factor);
+    x[i] = a;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.rows) return;
+  int64_t t = p.num_classes;
+  if (i < int64_t(p.counts[kCountRows])) {
+    t = p.targets[p.row_index[i] + p.shift];
+    if (t < 0 || t > p.num_classes) t = p.num_classes;
+  }
+  p.keys_in[i] = int32_t(t);
+  p.positions_in[i] = int32_t(i);
+}
+
+__global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.rows) return;
+  const int32_t key = p.keys[i];
+  if (key < p.num_classes && (i == 0 || p.keys[i - 1] != key)) p.starts[key] = int32_t(i);
+}
+
+// A block takes a class; a thread keeps eight columns of it while it walks the class's rows in order.
+template <class In, class SumT, class Out>
+__global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_constant__ FusedTargetsParams p) {
+  const int64_t c = blockIdx.x;
+  const int32_t start = p.starts[c];
+  if (start < 0 && p.sum == p.out) return;
+  const float alpha = *p.alpha;
+  const SumT* sum = static_cast<const SumT*>(p.sum) + c * p.hidden;
+  Out* out = static_cast<Out*>(p.out) + c * p.hidden;
+  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
+    float y[8];
+#pragma unroll
+    for (int a = 0; a < 8 / Pack<SumT>::kSize; ++a) {
+      const Pack<SumT> s = reinterpret_cast<const Pack<SumT>*>(sum + i * 8)[a];
+#pragma unroll
+      for (int e = 0; e < Pack<SumT>::kSize; ++e) y[a * Pack<SumT>::kSize + e] = to_float(s.v[e]);
+    }
+    if (start >= 0) {
+      for (int64_t j = start; j < p.rows && p.keys[j] == c; ++j) {
+        const int32_t position = p.positions[j];
+        const float g = p.g_target[position] * alpha;
+        Pack<__nv_bfloat16> x;
+        load_bf16x8(static_cast<const In*>(p.input) + p.row_index[position] * p.input_pitch, i, x);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(x.v[e]), y[e]);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
+      Pack<Out> z;
+#pragma unroll
+      for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
+      reinterpret_cast<Pack<Out>*>(out + i * 8)[b] = z;
+    }
+  }
+}
+
+template <class In>
+cudaError_t launch_targets(const FusedTargetsParams& p, cudaStream_t stream) {
+  const unsigned blocks = unsigned(p.num_classes);
+  if (p.sum_dtype == DType::f32 && p.out_dtype == DType::f32)
+    fused_targets_kernel<In, float, float><<<blocks, kThreads, 0, stream>>>(p);
+  else if (p.sum_dtype == DType::f32 && p.out_dtype == DType::bf16)
+    fused_targets_kernel<In, float, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+  else if (p.sum_dtype == DType::bf16 && p.out_dtype == DType::bf16)
+    fused_targets_kernel<In, __nv_bfloat16, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+  else
+    return cudaErrorInvalidValue;
+  return cudaGetLastError();
+}
+
+unsigned blocks_of(int64_t n) { return unsigned((n + kThreads - 1) / kThreads); }
+
+int key_bits(int64_t num_classes) {
+  int bits = 1;
+  while ((int64_t(1) << bits) <= num_classes) ++bits;
+  return bits;
+}
+
+}  // namespace
+
+bool fused_supported_device() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 && minor == 0;
+}
+
+cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream) {
+  const unsigned blocks = unsigned(p.chunk.size);
+  switch (p.input_dtype) {
+    case DType::f32: fused_gather_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
+    case DType::bf16: fused_gather_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
+    case DType::f16: fused_gather_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
+  fused_finish_kernel<<<unsigned((p.row.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_fused_scale(const FusedScaleParams& p, cudaStream_t stream) {
+  fused_scale_kernel<<<unsigned(p.chunk.size), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
+  size_t bytes = 0;
+  const int32_t* in = nullptr;
+  int32_t* out = nullptr;
+  cub::DeviceRadixSort::SortPairs(nullptr, bytes, in, out, in, out, int(rows), 0, key_bits(num_classes));
+  return bytes;
+}
+
+cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
+  sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
+  if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
+  size_t bytes = p.scratch_bytes;
+  if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions, int(p.rows), 0, key_bits(p.num_classes), stream))
+    return e;
+  sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {
+  switch (p.input_dtype) {
+    case DType::f32: return launch_targets<float>(p, stream);
+    case DType::bf16: return launch_targets<__nv_bfloat16>(p, stream);
+    case DType::f16: return launch_targets<__half>(p, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace syncfree
