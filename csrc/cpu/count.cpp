@@ -44,8 +44,8 @@ void count_rows(const CountParams& p) {
     }
     p.row_index[next_live++] = int32_t(i);
     if (weight) summed_weight += weight[p.target[source(i)]];
-    const double multiplier =
-        (token_weight ? double(token_weight[source(i)]) : 1.0) * (upstream ? double(upstream[i * p.upstream_stride]) : 1.0);
+    const double multiplier = (token_weight ? double(token_weight[source(i)]) : 1.0) *
+                              (upstream ? double(upstream[i * p.upstream_stride]) : 1.0);
     max_multiplier = std::fmax(max_multiplier, std::fabs(multiplier));
   }
 
@@ -60,8 +60,8 @@ void count_rows(const CountParams& p) {
     summed_weight = double(count);
   }
 
-  write_counts(p.counts, double(count), summed_weight, classes, max_weight, token_weight || upstream ? max_multiplier : 1.0,
-               p.reduction, weight != nullptr, p.num_items);
+  write_counts(p.counts, double(count), summed_weight, classes, max_weight,
+               token_weight || upstream ? max_multiplier : 1.0, p.reduction, weight != nullptr, p.num_items);
 }
 
 }  // namespace

@@ -6,9 +6,8 @@
 // fp32 and rounded once.
 #include <dlfcn.h>
 
+#include <array>
 #include <memory>
-#include <stdexcept>
-#include <vector>
 
 #include "backend.h"
 #include "numbers.h"
@@ -20,8 +19,8 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Column-major BLAS with 64-bit integers, then with 32-bit ones.
 template <class Int, class In, class T>
-using Gemm = void (*)(const char*, const char*, const Int*, const Int*, const Int*, const T*, const In*, const Int*, const In*,
-                      const Int*, const T*, T*, const Int*);
+using Gemm = void (*)(const char*, const char*, const Int*, const Int*, const Int*, const T*, const In*, const Int*,
+                      const In*, const Int*, const T*, T*, const Int*);
 
 template <class In, class T>
 struct GemmSymbols {
@@ -29,9 +28,10 @@ struct GemmSymbols {
   Gemm<int32_t, In, T> narrow = nullptr;
 };
 
-void* find_symbol(const char* name) {
+// SYNCFREE_NO_BLAS builds what a torch without these symbols would run, for tests of it.
+void* find_symbol([[maybe_unused]] const char* name) {
 #if defined(SYNCFREE_NO_BLAS)
-  return name ? nullptr : nullptr;
+  return nullptr;
 #else
   static void* const torch_library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void* symbol = torch_library ? dlsym(torch_library, name) : nullptr;
@@ -41,16 +41,21 @@ void* find_symbol(const char* name) {
 
 template <class In, class T>
 GemmSymbols<In, T> find_gemm(const char* wide, const char* narrow) {
-  return {reinterpret_cast<Gemm<int64_t, In, T>>(find_symbol(wide)), reinterpret_cast<Gemm<int32_t, In, T>>(find_symbol(narrow))};
+  return {reinterpret_cast<Gemm<int64_t, In, T>>(find_symbol(wide)),
+          reinterpret_cast<Gemm<int32_t, In, T>>(find_symbol(narrow))};
 }
 
 template <class In, class T>
 const GemmSymbols<In, T>& symbols() {
   static const GemmSymbols<In, T> found = [] {
-    if constexpr (std::is_same_v<In, double>) return find_gemm<In, T>("dgemm_64_", "dgemm_");
-    else if constexpr (std::is_same_v<In, float>) return find_gemm<In, T>("sgemm_64_", "sgemm_");
-    else if constexpr (std::is_same_v<In, Bf16>) return find_gemm<In, T>("gemm_bf16bf16f32_64_", "gemm_bf16bf16f32_");
-    else return find_gemm<In, T>("gemm_f16f16f32_64_", "gemm_f16f16f32_");
+    if constexpr (std::is_same_v<In, double>)
+      return find_gemm<In, T>("dgemm_64_", "dgemm_");
+    else if constexpr (std::is_same_v<In, float>)
+      return find_gemm<In, T>("sgemm_64_", "sgemm_");
+    else if constexpr (std::is_same_v<In, Bf16>)
+      return find_gemm<In, T>("gemm_bf16bf16f32_64_", "gemm_bf16bf16f32_");
+    else
+      return find_gemm<In, T>("gemm_f16f16f32_64_", "gemm_f16f16f32_");
   }();
   return found;
 }
@@ -66,8 +71,10 @@ void call(Gemm<Int, In, T> gemm, const GemmParams& p, const In* a, const In* b, 
 template <class In, class T>
 void call_blas(const GemmParams& p, const In* a, const In* b, T alpha, T beta, T* c, int64_t ldc) {
   const GemmSymbols<In, T>& found = symbols<In, T>();
-  if (found.wide) call(found.wide, p, a, b, alpha, beta, c, ldc);
-  else call(found.narrow, p, a, b, alpha, beta, c, ldc);
+  if (found.wide)
+    call(found.wide, p, a, b, alpha, beta, c, ldc);
+  else
+    call(found.narrow, p, a, b, alpha, beta, c, ldc);
 }
 
 // MKL's mixed products write a fresh C at half the speed at which they add to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so C
@@ -87,7 +94,8 @@ void multiply_onto_zeros(const GemmParams& p, const In* a, const In* b, T alpha,
 
 Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t pitch, ScalarType type) {
   const int64_t sizes[2] = {rows, columns}, strides[2] = {pitch, 1};
-  return torch::stable::from_blob(const_cast<void*>(data), IntHeaderOnlyArrayRef(sizes, 2), IntHeaderOnlyArrayRef(strides, 2),
+  return torch::stable::from_blob(const_cast<void*>(data), IntHeaderOnlyArrayRef(sizes, 2),
+                                  IntHeaderOnlyArrayRef(strides, 2),
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU), type);
 }
 
@@ -103,20 +111,25 @@ std::unique_ptr<T[]> widened(const In* in, int64_t rows, int64_t columns, int64_
 }
 
 template <class T>
-void multiply_by_aten(const GemmParams& p, const T* a, int64_t lda, const T* b, int64_t ldb, T alpha, T* c, int64_t ldc) {
+void multiply_by_aten(const GemmParams& p, const T* a, int64_t lda, const T* b, int64_t ldb, T alpha, T* c,
+                      int64_t ldc) {
   constexpr ScalarType type = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
-  const Tensor left = p.transpose_a ? torch::stable::transpose(matrix(a, p.k, p.m, lda, type), 0, 1) : matrix(a, p.m, p.k, lda, type);
-  const Tensor right = p.transpose_b ? torch::stable::transpose(matrix(b, p.n, p.k, ldb, type), 0, 1) : matrix(b, p.k, p.n, ldb, type);
+  const Tensor left =
+      p.transpose_a ? torch::stable::transpose(matrix(a, p.k, p.m, lda, type), 0, 1) : matrix(a, p.m, p.k, lda, type);
+  const Tensor right =
+      p.transpose_b ? torch::stable::transpose(matrix(b, p.n, p.k, ldb, type), 0, 1) : matrix(b, p.k, p.n, ldb, type);
   const bool direct = !p.accumulate && alpha == T(1);
   std::unique_ptr<T[]> slab(direct ? nullptr : new T[size_t(p.m * p.n)]);
   const Tensor out = direct ? matrix(c, p.m, p.n, ldc, type) : matrix(slab.get(), p.m, p.n, p.n, type);
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(left), torch::stable::detail::from(right), torch::stable::detail::from(out)};
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(left), torch::stable::detail::from(right),
+                                    torch::stable::detail::from(out)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);  // owns what mm returned
   if (direct) return;
   parallel(p.m, p.n, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      for (int64_t j = 0; j < p.n; ++j) c[i * ldc + j] = (p.accumulate ? c[i * ldc + j] : T(0)) + alpha * slab[i * p.n + j];
+      for (int64_t j = 0; j < p.n; ++j)
+        c[i * ldc + j] = (p.accumulate ? c[i * ldc + j] : T(0)) + alpha * slab[i * p.n + j];
     }
   });
 }
@@ -189,10 +202,14 @@ void run(const GemmParams& p) {
 void gemm_cpu(const GemmParams& p) {
   if (p.m == 0 || p.n == 0) return;
   switch (p.ab_dtype) {
-    case DType::f64: return run<double, double>(p);
-    case DType::f32: return run<float, float>(p);
-    case DType::bf16: return run<Bf16, float>(p);
-    case DType::f16: return run<Half, float>(p);
+    case DType::f64:
+      return run<double, double>(p);
+    case DType::f32:
+      return run<float, float>(p);
+    case DType::bf16:
+      return run<Bf16, float>(p);
+    case DType::f16:
+      return run<Half, float>(p);
   }
 }
 

@@ -33,12 +33,19 @@ inline float float_of(uint32_t u) {
   return v;
 }
 
-inline float widen(float v) { return v; }
-inline double widen(double v) { return v; }
-inline float widen(Bf16 v) { return float_of(uint32_t(v.bits) << 16); }
+inline float widen(float v) {
+  return v;
+}
+inline double widen(double v) {
+  return v;
+}
+inline float widen(Bf16 v) {
+  return float_of(uint32_t(v.bits) << 16);
+}
 inline float widen(Half v) {
   const uint32_t sign = uint32_t(v.bits & 0x8000u) << 16, magnitude = uint32_t(v.bits & 0x7fffu) << 13;
-  const uint32_t rebias = magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u;  // exponent 31 is inf or NaN: it moves to 255
+  const uint32_t rebias =
+      magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u;  // exponent 31 is inf or NaN: it moves to 255
   // A subnormal is read as 2^-14 (1 + fraction), less 2^-14: exact.
   const float subnormal = float_of(magnitude + 0x38800000u) - float_of(0x38800000u);
   return float_of((magnitude < 0x00800000u ? bits_of(subnormal) : magnitude + rebias) | sign);
@@ -61,9 +68,12 @@ inline Half round_to_half(float v) {
 
 template <class Out, class T>
 inline Out narrow(T v) {
-  if constexpr (std::is_same_v<Out, Bf16>) return round_to_bf16(float(v));
-  else if constexpr (std::is_same_v<Out, Half>) return round_to_half(float(v));
-  else return Out(v);
+  if constexpr (std::is_same_v<Out, Bf16>)
+    return round_to_bf16(float(v));
+  else if constexpr (std::is_same_v<Out, Half>)
+    return round_to_half(float(v));
+  else
+    return Out(v);
 }
 
 template <class T>
@@ -75,18 +85,24 @@ struct Tag {
 template <class F>
 void with_dtype(DType dtype, const F& f) {
   switch (dtype) {
-    case DType::f32: return f(Tag<float>{});
-    case DType::f64: return f(Tag<double>{});
-    case DType::bf16: return f(Tag<Bf16>{});
-    case DType::f16: return f(Tag<Half>{});
+    case DType::f32:
+      return f(Tag<float>{});
+    case DType::f64:
+      return f(Tag<double>{});
+    case DType::bf16:
+      return f(Tag<Bf16>{});
+    case DType::f16:
+      return f(Tag<Half>{});
   }
 }
 
 // Calls f(Tag<float>{}) or f(Tag<double>{}).
 template <class F>
 void with_acc(DType acc, const F& f) {
-  if (acc == DType::f64) f(Tag<double>{});
-  else f(Tag<float>{});
+  if (acc == DType::f64)
+    f(Tag<double>{});
+  else
+    f(Tag<float>{});
 }
 
 inline const void* element(const void* p, DType type, int64_t offset) {

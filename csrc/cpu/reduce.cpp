@@ -28,7 +28,8 @@ void reduce_rows(const ReduceParams& p) {
     }
     return;
   }
-  const double ce_part = sum_in_order(ce, p.rows) * p.counts[kInverseCe], z_part = sum_in_order(z, p.rows) * p.counts[kInverseZ];
+  const double ce_part = sum_in_order(ce, p.rows) * p.counts[kInverseCe],
+               z_part = sum_in_order(z, p.rows) * p.counts[kInverseZ];
   *loss = T(ce_part + z_part);
   *z_loss = T(z_part);
   if (p.accuracy) *p.accuracy = float(sum_in_order(p.correct, p.rows) / std::fmax(p.counts[kCountRows], 1.0));

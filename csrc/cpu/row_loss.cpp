@@ -12,7 +12,7 @@
 namespace syncfree {
 namespace {
 
-constexpr int kUnroll = 4;             // independent chains, enough to hide the latency of an addition
+constexpr int kUnroll = 4;              // independent chains, enough to hide the latency of an addition
 constexpr int64_t kSumBlock = 1 << 12;  // classes that one float sum runs over before it is added up in double
 
 template <class Ops, class In>
@@ -83,7 +83,8 @@ SF_INLINE double sum_above(const typename Ops::T* l, const typename Ops::T* c, i
 
 // One vector of final logits: l = cap tanh(s / cap) or s, with s = scale (z + b); slope = dl/ds where there is a softcap.
 template <class Ops>
-SF_INLINE void final_logit(typename Ops::V z, typename Ops::T scale, typename Ops::T cap, typename Ops::V& l, typename Ops::V& slope) {
+SF_INLINE void final_logit(typename Ops::V z, typename Ops::T scale, typename Ops::T cap, typename Ops::V& l,
+                           typename Ops::V& slope) {
   const typename Ops::V s = z * scale;
   if (cap == typename Ops::T(0)) {
     l = s;
@@ -94,8 +95,8 @@ SF_INLINE void final_logit(typename Ops::V z, typename Ops::T scale, typename Op
 }
 
 template <class Ops, class In>
-SF_INLINE void final_logits(const In* z, const typename Ops::T* bias, typename Ops::T scale, typename Ops::T cap, int64_t n,
-                            typename Ops::T* l, typename Ops::T* slope) {
+SF_INLINE void final_logits(const In* z, const typename Ops::T* bias, typename Ops::T scale, typename Ops::T cap,
+                            int64_t n, typename Ops::T* l, typename Ops::T* slope) {
   using T = typename Ops::T;
   using V = typename Ops::V;
   constexpr int W = Ops::kWidth;
@@ -118,8 +119,8 @@ SF_INLINE void final_logits(const In* z, const typename Ops::T* bias, typename O
 // The gradient of every class as if none were the target; the caller writes that one. In place (out over z, elements of out not larger)
 // each vector is read before anything is written over it or over what comes before it.
 template <class Ops, class In, class Out>
-SF_INLINE void gradient(const In* z, int64_t n, typename Ops::T scale, const RowResult<typename Ops::T>& r, const typename Ops::T* c,
-                        const typename Ops::T* cap_slope, Out* out) {
+SF_INLINE void gradient(const In* z, int64_t n, typename Ops::T scale, const RowResult<typename Ops::T>& r,
+                        const typename Ops::T* c, const typename Ops::T* cap_slope, Out* out) {
   using T = typename Ops::T;
   using V = typename Ops::V;
   constexpr int W = Ops::kWidth;
@@ -213,8 +214,9 @@ struct RowKernel {
         }
       }
 
-      const RowResult<T> r = row_result(s, constants, weight ? weight[t] : T(1), token_weight ? token_weight[i + p.shift] : T(1),
-                                        upstream ? upstream[i * p.upstream_stride] : T(1));
+      const RowResult<T> r =
+          row_result(s, constants, weight ? weight[t] : T(1), token_weight ? token_weight[i + p.shift] : T(1),
+                     upstream ? upstream[i * p.upstream_stride] : T(1));
       if (p.ce) static_cast<T*>(p.ce)[i] = r.ce;
       if (p.z) static_cast<T*>(p.z)[i] = r.z;
       if (p.logsumexp) static_cast<T*>(p.logsumexp)[i] = r.logsumexp;
@@ -253,8 +255,10 @@ void live_part(const RowParams& p, int64_t live) {
   const bool buffered = p.bias || p.weight || o.softcap != 0 || o.label_smoothing > 0;
   parallel(live, p.num_classes * 8, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<T[]> buffer(buffered ? new T[size_t(p.num_classes) * 2] : nullptr);
-    if constexpr (std::is_same_v<T, double>) RowKernel<In, Out>::template run<DoubleOps>(&p, begin, end, buffer.get());
-    else dispatch<RowKernel<In, Out>>(&p, begin, end, buffer.get());
+    if constexpr (std::is_same_v<T, double>)
+      RowKernel<In, Out>::template run<DoubleOps>(&p, begin, end, buffer.get());
+    else
+      dispatch<RowKernel<In, Out>>(&p, begin, end, buffer.get());
   });
 }
 
@@ -282,9 +286,12 @@ template <class In>
 void float_rows(const RowParams& p, int64_t live) {
   if constexpr (std::is_same_v<In, float>) {
     switch (p.grad ? p.grad_dtype : DType::f32) {
-      case DType::bf16: return live_part<float, Bf16, float>(p, live);
-      case DType::f16: return live_part<float, Half, float>(p, live);
-      default: return live_part<float, float, float>(p, live);
+      case DType::bf16:
+        return live_part<float, Bf16, float>(p, live);
+      case DType::f16:
+        return live_part<float, Half, float>(p, live);
+      default:
+        return live_part<float, float, float>(p, live);
     }
   } else {
     live_part<In, In, float>(p, live);
@@ -297,10 +304,18 @@ void float_rows(const RowParams& p, int64_t live) {
 void rows_cpu(const RowParams& p) {
   const int64_t live = live_rows(p.chunk);
   switch (p.logits_dtype) {
-    case DType::f64: live_part<double, double, double>(p, live); break;
-    case DType::f32: float_rows<float>(p, live); break;
-    case DType::bf16: float_rows<Bf16>(p, live); break;
-    case DType::f16: float_rows<Half>(p, live); break;
+    case DType::f64:
+      live_part<double, double, double>(p, live);
+      break;
+    case DType::f32:
+      float_rows<float>(p, live);
+      break;
+    case DType::bf16:
+      float_rows<Bf16>(p, live);
+      break;
+    case DType::f16:
+      float_rows<Half>(p, live);
+      break;
   }
   with_acc(p.acc, [&](auto tag) { ignored_part<typename decltype(tag)::type>(p, live); });
 }

@@ -10,7 +10,8 @@ namespace {
 
 template <class In, class Out>
 void convert_row(const In* in, Out* out, int64_t n) {
-  if constexpr (std::is_same_v<In, Out>) std::memcpy(out, in, size_t(n) * sizeof(In));
+  if constexpr (std::is_same_v<In, Out>)
+    std::memcpy(out, in, size_t(n) * sizeof(In));
   else
     for (int64_t j = 0; j < n; ++j) out[j] = narrow<Out>(widen(in[j]));
 }
@@ -74,7 +75,8 @@ void gather_cpu(const GatherParams& p) {
           if (k >= live) {
             std::memset(out, 0, size_t(p.columns) * sizeof(Out));
           } else {
-            convert_row(static_cast<const In*>(p.input) + p.chunk.row_index[p.chunk.first + k] * p.input_pitch, out, p.columns);
+            convert_row(static_cast<const In*>(p.input) + p.chunk.row_index[p.chunk.first + k] * p.input_pitch, out,
+                        p.columns);
           }
         }
       });
@@ -114,8 +116,8 @@ void cast_rows_cpu(const CastRowsParams& p) {
       const T alpha = p.alpha ? *static_cast<const T*>(p.alpha) : T(1);
       parallel(p.rows, p.columns, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          store_row(static_cast<const T*>(p.sum) + r * p.columns, alpha, static_cast<Out*>(p.out) + r * p.columns, p.columns,
-                    p.row_scale ? p.row_scale + r : nullptr);
+          store_row(static_cast<const T*>(p.sum) + r * p.columns, alpha, static_cast<Out*>(p.out) + r * p.columns,
+                    p.columns, p.row_scale ? p.row_scale + r : nullptr);
         }
       });
     });

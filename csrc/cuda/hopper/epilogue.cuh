@@ -3,7 +3,7 @@
 // A thread holds, for i < BN / 2, the element in row warp * 16 + (lane / 4) + (i & 2 ? 8 : 0), column (i / 4) * 8 + (lane % 4) * 2 + (i & 1).
 #pragma once
 
-#include "gemm_config.cuh"
+#include "split_accumulator.cuh"
 
 namespace syncfree::sm90 {
 
@@ -50,7 +50,8 @@ __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C:
 }
 
 template <class C>
-__device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kBN / 2], uint32_t staging, int wg, int row, int col, int live, float scale) {
+__device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kBN / 2], uint32_t staging, int wg, int row, int col, int live, float scale,
+                                           bool last) {
   if constexpr (C::kEpilogue == Epilogue::row_max) {
     store_row_max<C>(p, acc, row, col, live, scale);
     return;
@@ -87,6 +88,13 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
       for (int i = 0; i < C::kBN / 2; ++i)
         if (((i & 2) ? r1 : r0) >= live) acc[i] = 0.f;
     }
+  }
+
+  if constexpr (C::kSplit) {
+    const SplitAccumulator<C> sum(p, row, col);
+    if (p.load) sum.add_to(acc);
+    if (!last) return sum.store(acc);
+    if (p.starts[r0] >= 0 || p.starts[r1] >= 0) sum.store_low(acc);
   }
 
   constexpr int kColumns = C::kF32 ? 32 : 64;

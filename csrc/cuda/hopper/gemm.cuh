@@ -33,7 +33,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     mbar_init(order, 4), mbar_init(order + 8, 4);
     fence_barrier_init();
   }
+  if (p.any && *p.any == 0) return;  // before any block waits for another
   const int64_t left = static_cast<int64_t>(p.chunk.counts[kCountRows]) - p.chunk.first;
+  const bool last = left <= p.chunk.size;
   const int live = static_cast<int>(left < 0 ? 0 : left < p.chunk.size ? left : p.chunk.size);
   // A scale of 0 would turn the -inf of padding into NaN; one this small leaves every product at 0 as well.
   float scale = p.scale_ptr ? static_cast<float>(*p.scale_ptr) * kLog2e : p.scale_log2e;
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
   constexpr int kRows = C::kBM * C::kCluster;
   const int m_groups = (m_live + kRows - 1) / kRows, n_tiles = (p.n + C::kBN - 1) / C::kBN, plane = m_groups * n_tiles;
   const int splits = C::kPing ? 1 : p.splits, part = C::kPing ? k_steps : (k_steps + splits - 1) / splits;
-  const int tiles = C::kAdd && k_steps == 0 ? 0 : plane * splits;
+  const int tiles = (C::kAdd || (C::kSplit && p.load)) && k_steps == 0 ? 0 : plane * splits;
   const int first = blockIdx.x / C::kCluster, stride = gridDim.x / C::kCluster;
   // Raster: sweep `group` tiles of the operand that stays in the L2 cache, then move the other one on; balanced so that no group is small.
   const int inner_all = C::kBound == Bound::m ? m_groups : n_tiles, outer_all = C::kBound == Bound::m ? n_tiles : m_groups;
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     const int outer = rest / size, inner = sweep * group + rest - outer * size;
     const int mg = C::kBound == Bound::m ? inner : outer, nt = C::kBound == Bound::m ? outer : inner;
     row = (mg * C::kCluster + rank) * C::kBM, col = nt * C::kBN;
-    return !p.only || p.only[mg] != 0;
+    return !p.any || p.only[mg] != 0;
   };
   if constexpr (C::kCluster > 1)
     cluster_sync();
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       // Rows up to the next multiple of 128 are written (as zeros): Bound::k reads them.
 #pragma unroll
       for (int i = 0; i < C::kMI; ++i)
-        if (out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live)) store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale);
+        if (out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live)) store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale, last);
     }
     if constexpr (C::kStores) {
       if ((threadIdx.x & 127) == 0) tma_store_wait<0>();

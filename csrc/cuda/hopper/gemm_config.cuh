@@ -14,8 +14,9 @@ namespace syncfree::sm90 {
 // row_exp:   stores E = bf16(2^(z - exponent[row])) with the target's column 0, sums of E a (row, tile) before and after rounding
 // row_stats: the same without the store
 // row_max:   the maximum of z a (row, tile); nothing is stored
+// split:     D kept in 24 bits over several launches, see split_accumulator.cuh
 // z is scale * log2(e) times the product, scale being the logit scale.
-enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_max };
+enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_max, split };
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };
 
@@ -31,6 +32,7 @@ struct Config {
   static constexpr Bound kBound = BOUND_;
   static constexpr bool kF32 = EPILOGUE_ == Epilogue::f32 || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kAdd = EPILOGUE_ == Epilogue::bf16_add || EPILOGUE_ == Epilogue::f32_add;
+  static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
   static constexpr bool kRowExp = EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
   static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_max;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
@@ -57,13 +59,19 @@ struct GemmArgs {
   int m, n, k;
   int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
   int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) that are swept before the other operand moves on
-  const int* only;        // nullable: row groups (kBM * kCluster rows) whose flag is 0 are skipped
+  const int* any;         // nullable: 0 ends the launch at once
+  const int* only;        // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
   const float* exponent;  // [m]
   const int* target;      // [m], -1: none
   float2* sums;           // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
   float* target_logit;    // [m]: the product in the target's column, not scaled
   float scale_log2e;
   const double* scale_ptr;  // nullable: logit scale on the device, in place of scale_log2e / log2(e)
+  uint8_t* low;             // split: [m / 64, n / BN, 64 * BN] bytes
+  uint8_t* high;            // split: D's memory
+  int64_t high_pitch;       // bytes
+  bool load;                // split: there is something to add to
+  const int* starts;        // split: [m], rows with an entry >= 0 keep their low bytes to the end
 };
 
 }  // namespace syncfree::sm90

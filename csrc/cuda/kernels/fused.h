@@ -22,6 +22,7 @@ struct FusedRows {
   float* v;             // [size]
   int32_t* bad;         // [size]: the row left the range that E can hold
   int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
+  int32_t* any;         // [1]: there is such a group
   float* g_target;      // [all rows], at first + k
 };
 
@@ -87,9 +88,13 @@ struct FusedDwParams {
   void* sum;  // [classes, hidden], contiguous
   DType sum_dtype;
   bool accumulate;
+  // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with rows keep their low bytes for FusedTargetsParams. Null:
+  // sum holds all.
+  uint8_t* low;
+  const int32_t* starts;
 };
 
-// The rows of each class: positions sorted by target (stable), and where each class begins (-1: it has none).
+// The rows of each class: positions sorted by target (stable), where each class begins (-1: it has none) and ends.
 struct FusedSortParams {
   const double* counts;
   const int32_t* row_index;
@@ -97,7 +102,7 @@ struct FusedSortParams {
   const int64_t* targets;
   int64_t shift;
   int32_t *keys_in, *keys, *positions_in, *positions;  // [rows]
-  int32_t* starts;                                     // [num_classes]
+  int32_t *starts, *ends;                              // [num_classes]; ends only where starts >= 0
   void* scratch;
   size_t scratch_bytes;
 };
@@ -105,8 +110,8 @@ struct FusedSortParams {
 // out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory; classes without rows are
 // then left alone.
 struct FusedTargetsParams {
-  const int32_t *row_index, *keys, *positions, *starts;
-  int64_t rows, num_classes, hidden;
+  const int32_t *row_index, *positions, *starts, *ends;
+  int64_t num_classes, hidden;
   const void* input;
   DType input_dtype;
   int64_t input_pitch;
@@ -114,9 +119,14 @@ struct FusedTargetsParams {
   const float* alpha;
   const void* sum;
   DType sum_dtype;
+  const uint8_t* low;  // nullable: sum has these bytes besides
   void* out;
   DType out_dtype;
 };
+
+// Whether dW of this shape can be kept in 24 bits, and the bytes that takes beside it.
+constexpr bool can_split(int64_t num_classes, int64_t hidden) { return num_classes % 64 == 0 && hidden % 128 == 0; }
+constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) { return num_classes * hidden; }
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0

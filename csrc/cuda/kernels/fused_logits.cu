@@ -18,10 +18,10 @@ constexpr int kThreads = 256;
 constexpr float kRepairedMaximum = 60.f;
 
 template <Epilogue E>
-cudaError_t launch(const FusedLogitsParams& p, const int32_t* only, cudaStream_t stream) {
+cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
   GemmArgs args{};
   args.chunk = p.chunk;
-  args.only = only;
+  if (repair) args.any = p.rows.any, args.only = p.rows.only;
   args.exponent = p.rows.exponent;
   args.target = p.rows.target;
   args.sums = static_cast<float2*>(p.rows.sums);
@@ -36,7 +36,7 @@ cudaError_t launch(const FusedLogitsParams& p, const int32_t* only, cudaStream_t
 // One thread a row: the exponent that puts the largest E of a bad row at 2^60.
 __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(Chunk chunk, FusedRows rows, int64_t tiles) {
   const int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (k >= live_rows(chunk) || !rows.bad[k]) return;
+  if (!*rows.any || k >= live_rows(chunk) || !rows.bad[k]) return;
   const float2* sums = static_cast<const float2*>(rows.sums);
   float m = -INFINITY;
   for (int64_t t = 0; t < tiles; ++t) m = fmaxf(m, sums[t * chunk.size + k].x);
@@ -46,14 +46,14 @@ __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(Chunk chunk, 
 }  // namespace
 
 cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream) {
-  return p.e ? launch<Epilogue::row_exp>(p, nullptr, stream) : launch<Epilogue::row_stats>(p, nullptr, stream);
+  return p.e ? launch<Epilogue::row_exp>(p, false, stream) : launch<Epilogue::row_stats>(p, false, stream);
 }
 
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream) {
-  if (cudaError_t e = launch<Epilogue::row_max>(p, p.rows.only, stream)) return e;
+  if (cudaError_t e = launch<Epilogue::row_max>(p, true, stream)) return e;
   repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows, tiles);
   if (cudaError_t e = cudaGetLastError()) return e;
-  return p.e ? launch<Epilogue::row_exp>(p, p.rows.only, stream) : launch<Epilogue::row_stats>(p, p.rows.only, stream);
+  return p.e ? launch<Epilogue::row_exp>(p, true, stream) : launch<Epilogue::row_stats>(p, true, stream);
 }
 
 }  // namespace syncfree

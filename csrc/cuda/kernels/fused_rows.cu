@@ -1,6 +1,7 @@
 // The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the factor v into x, and the
 // targets' share of dW through a stable sort by class.
 #include <cub/device/device_radix_sort.cuh>
+#include <type_traits>
 
 #include "../../common/formulas.h"
 #include "device.cuh"
@@ -31,6 +32,7 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   const int64_t k = blockIdx.x;
   Pack<__nv_bfloat16>* out = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
+  if (threadIdx.x == 0 && k == 0) *p.rows.any = 0;
   if (k >= live_rows(p.chunk)) {
     for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
   const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
   const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = live_rows(chunk);
   // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
-  if (p.repair && !p.rows.only[k / kRowGroup]) return;
+  if (p.repair && (!*p.rows.any || !p.rows.only[k / kRowGroup])) return;
   if (threadIdx.x == 0) constants = row_constants<float>(p.row);
   double exact = 0, rounded = 0;
   if (k < live) {
@@ -92,6 +94,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
     if (!p.repair && exact > double(kLargestSum)) {
       p.rows.bad[k] = 1;
       p.rows.only[k / kRowGroup] = 1;
+      *p.rows.any = 1;
     }
     // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the row's exponent.
     const float above = fmaf(-z, scale, exponent);
@@ -141,49 +144,74 @@ __global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.rows) return;
   const int32_t key = p.keys[i];
-  if (key < p.num_classes && (i == 0 || p.keys[i - 1] != key)) p.starts[key] = int32_t(i);
+  if (key >= p.num_classes) return;
+  if (i == 0 || p.keys[i - 1] != key) p.starts[key] = int32_t(i);
+  if (i == p.rows - 1 || p.keys[i + 1] != key) p.ends[key] = int32_t(i + 1);
 }
 
-// A block takes a class; a thread keeps eight columns of it while it walks the class's rows in order.
+// Eight sums of one class from 16 bits in place and 8 in `low`, as hopper/split_accumulator.cuh left them.
+__device__ __forceinline__ void read_split(const uint8_t* low, const __nv_bfloat16* high, int64_t c, int64_t i, int64_t hidden, float (&y)[8]) {
+  const int64_t col = i * 8, tile = (c >> 6) * (hidden / 128) + col / 128;
+  const int group = int(col % 128) / 8, upper = int(c >> 3) & 1, lane = int(c & 7) * 4, warp = int(c & 63) >> 4;
+  const uint8_t* at = low + tile * (64 * 128) + warp * (16 * 128) + (group / 4) * 512 + lane * 16 + (group % 4) * 4 + upper * 2;
+  const uint4 h = reinterpret_cast<const uint4*>(high)[i];
+  const uint32_t halves[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const uint32_t bytes = *reinterpret_cast<const uint16_t*>(at + q * 16);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint32_t byte = (bytes >> (8 * e)) & 0xffu, half = (halves[q] >> (16 * e)) & 0xffffu;
+      y[q * 2 + e] = __uint_as_float(((half - (byte >> 7)) << 16) | (byte << 8));
+    }
+  }
+}
+
+// blockIdx.x is a class; a thread keeps eight of its columns while it walks the class's rows in order.
 template <class In, class SumT, class Out>
 __global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_constant__ FusedTargetsParams p) {
-  const int64_t c = blockIdx.x;
+  const int64_t c = blockIdx.x, i = int64_t(blockIdx.y) * kThreads + threadIdx.x;
   const int32_t start = p.starts[c];
-  if (start < 0 && p.sum == p.out) return;
+  if ((start < 0 && p.sum == p.out) || i >= p.hidden / 8) return;
   const float alpha = *p.alpha;
   const SumT* sum = static_cast<const SumT*>(p.sum) + c * p.hidden;
   Out* out = static_cast<Out*>(p.out) + c * p.hidden;
-  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
-    float y[8];
+  float y[8];
+  bool read = false;
+  if constexpr (std::is_same_v<SumT, __nv_bfloat16>)
+    if ((read = p.low != nullptr)) read_split(p.low, sum, c, i, p.hidden, y);
+  if (!read) {
 #pragma unroll
     for (int a = 0; a < 8 / Pack<SumT>::kSize; ++a) {
       const Pack<SumT> s = reinterpret_cast<const Pack<SumT>*>(sum + i * 8)[a];
 #pragma unroll
       for (int e = 0; e < Pack<SumT>::kSize; ++e) y[a * Pack<SumT>::kSize + e] = to_float(s.v[e]);
     }
-    if (start >= 0) {
-      for (int64_t j = start; j < p.rows && p.keys[j] == c; ++j) {
-        const int32_t position = p.positions[j];
-        const float g = p.g_target[position] * alpha;
-        Pack<__nv_bfloat16> x;
-        load_bf16x8(static_cast<const In*>(p.input) + p.row_index[position] * p.input_pitch, i, x);
+  }
+  if (start >= 0) {
+    const int32_t end = p.ends[c];
+#pragma unroll 4
+    for (int32_t j = start; j < end; ++j) {
+      const int32_t position = p.positions[j];
+      const float g = p.g_target[position] * alpha;
+      Pack<__nv_bfloat16> x;
+      load_bf16x8(static_cast<const In*>(p.input) + p.row_index[position] * p.input_pitch, i, x);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(x.v[e]), y[e]);
-      }
+      for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(x.v[e]), y[e]);
     }
+  }
 #pragma unroll
-    for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
-      Pack<Out> z;
+  for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
+    Pack<Out> z;
 #pragma unroll
-      for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
-      reinterpret_cast<Pack<Out>*>(out + i * 8)[b] = z;
-    }
+    for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
+    reinterpret_cast<Pack<Out>*>(out + i * 8)[b] = z;
   }
 }
 
 template <class In>
 cudaError_t launch_targets(const FusedTargetsParams& p, cudaStream_t stream) {
-  const unsigned blocks = unsigned(p.num_classes);
+  const dim3 blocks(unsigned(p.num_classes), unsigned((p.hidden / 8 + kThreads - 1) / kThreads));
   if (p.sum_dtype == DType::f32 && p.out_dtype == DType::f32)
     fused_targets_kernel<In, float, float><<<blocks, kThreads, 0, stream>>>(p);
   else if (p.sum_dtype == DType::f32 && p.out_dtype == DType::bf16)

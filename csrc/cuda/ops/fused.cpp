@@ -54,11 +54,14 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const Tensor product = new_empty(x, {need.dx ? plan.rows : 0, hidden}, ScalarType::Float);
   const Tensor sums = new_empty(x, {tiles, plan.rows, 2}, ScalarType::Float);
   const Tensor row_floats = new_empty(x, {3, plan.rows}, ScalarType::Float);
-  const Tensor row_ints = new_empty(x, {2 * plan.rows + ceil_div(plan.rows, kRowGroup)}, ScalarType::Int);
+  const Tensor row_ints = new_empty(x, {2 * plan.rows + ceil_div(plan.rows, kRowGroup) + 1}, ScalarType::Int);
   const Tensor g_target = new_empty(x, {rows}, ScalarType::Float);
   const Tensor alpha = new_empty(x, {3}, ScalarType::Float);
-  const bool lean = problem.lean && problem.weight_leaf == ScalarType::BFloat16;
-  const Tensor dw_sum = need.dw && problem.weight_leaf == ScalarType::BFloat16 && !lean ? new_empty(x, {classes, hidden}, ScalarType::Float) : out.dw;
+  // dW of bfloat16: rounded once a chunk (lean), or kept in 24 bits where the shape allows, else in float32 beside it.
+  const bool exact = need.dw && problem.weight_leaf == ScalarType::BFloat16 && !problem.lean, split = exact && can_split(classes, hidden);
+  const Tensor dw_sum = exact && !split ? new_empty(x, {classes, hidden}, ScalarType::Float) : out.dw;
+  const Tensor low = new_bytes(x, split ? split_low_bytes(classes, hidden) : 0);
+  uint8_t* low_ptr = split ? data<uint8_t>(low) : nullptr;
 
   FusedRows arrays{};
   arrays.exponent = data<float>(row_floats);
@@ -67,10 +70,23 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   arrays.target = data<int32_t>(row_ints);
   arrays.bad = arrays.target + plan.rows;
   arrays.only = arrays.bad + plan.rows;
+  arrays.any = arrays.only + ceil_div(plan.rows, kRowGroup);
   arrays.sums = sums.mutable_data_ptr();
   arrays.g_target = data<float>(g_target);
   const float* alpha_ptr = data<float>(alpha);
   this->alpha(AlphaParams{static_cast<const double*>(counts.counts.const_data_ptr()), in.options, upstream.scalar, false, DType::f32, alpha.mutable_data_ptr()});
+
+  // Which rows each class is the target of; known before the first product.
+  const int32_t* row_index = static_cast<const int32_t*>(counts.rows.const_data_ptr());
+  const int64_t scratch_bytes = need.dw ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
+  const Tensor lists = new_empty(x, {need.dw ? 4 * rows + 2 * classes : 0}, ScalarType::Int), scratch = new_bytes(x, scratch_bytes);
+  FusedSortParams sort{};
+  if (need.dw) {
+    int32_t* at = data<int32_t>(lists);
+    sort = {static_cast<const double*>(counts.counts.const_data_ptr()), row_index, rows, classes, in.targets(), in.shift, at, at + rows, at + 2 * rows,
+            at + 3 * rows, at + 4 * rows, at + 4 * rows + classes, scratch.mutable_data_ptr(), size_t(scratch_bytes)};
+    done(launch_fused_sort(sort, stream_), "fused sort");
+  }
 
   for (int64_t i = 0; i < plan.count; ++i) {
     const int64_t first = i * plan.rows, size = std::min(plan.rows, rows - first);
@@ -97,22 +113,15 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     if (need.dw) {
       done(launch_fused_scale({chunk, gathered.mutable_data_ptr(), hidden, arrays.v, alpha_ptr}, stream_), "fused scale");
       done(launch_fused_dw({chunk, e.const_data_ptr(), e_pitch, gathered.const_data_ptr(), classes, hidden, dw_sum.mutable_data_ptr(),
-                            dtype_of(dw_sum.scalar_type()), i > 0},
+                            dtype_of(dw_sum.scalar_type()), i > 0, low_ptr, sort.starts},
                            stream_),
            "fused dw");
     }
   }
 
   if (need.dw) {
-    const int64_t scratch_bytes = int64_t(fused_sort_scratch_bytes(rows, classes));
-    const Tensor lists = new_empty(x, {4 * rows + classes}, ScalarType::Int), scratch = new_bytes(x, scratch_bytes);
-    int32_t* at = data<int32_t>(lists);
-    const int32_t* row_index = static_cast<const int32_t*>(counts.rows.const_data_ptr());
-    const FusedSortParams sort{static_cast<const double*>(counts.counts.const_data_ptr()), row_index, rows, classes, in.targets(), in.shift, at, at + rows,
-                               at + 2 * rows, at + 3 * rows, at + 4 * rows, scratch.mutable_data_ptr(), size_t(scratch_bytes)};
-    done(launch_fused_sort(sort, stream_), "fused sort");
-    done(launch_fused_targets({row_index, sort.keys, sort.positions, sort.starts, rows, classes, hidden, x.const_data_ptr(), dtype_of(x.scalar_type()),
-                               pitch_of(x), arrays.g_target, alpha_ptr, dw_sum.const_data_ptr(), dtype_of(dw_sum.scalar_type()), out.dw.mutable_data_ptr(),
+    done(launch_fused_targets({row_index, sort.positions, sort.starts, sort.ends, classes, hidden, x.const_data_ptr(), dtype_of(x.scalar_type()),
+                               pitch_of(x), arrays.g_target, alpha_ptr, dw_sum.const_data_ptr(), dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(),
                                dtype_of(problem.weight_leaf)},
                               stream_),
          "fused targets");
