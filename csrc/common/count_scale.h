@@ -24,8 +24,8 @@ void scale_unless_one_(std::vector<Tensor> grads, Tensor scale, std::optional<st
   const std::vector<Tensor> row_scales = optional_row_scales.value_or(std::vector<Tensor>());
   constexpr const char* op = "syncfree::scale_unless_one_";
   check_floating(op, "scale", scale);
-  check(scale.numel() == 1, op, ": scale must have one element, got shape ", shape_of(scale));
-  check(row_scales.empty() || row_scales.size() == grads.size(), op, ": row_scales must be empty or have one entry for each of ", grads.size(),
+  SF_CHECK(scale.numel() == 1, op, ": scale must have one element, got shape ", shape_of(scale));
+  SF_CHECK(row_scales.empty() || row_scales.size() == grads.size(), op, ": row_scales must be empty or have one entry for each of ", grads.size(),
         " grads, got ", row_scales.size());
   Backend backend(scale);
   for (size_t first = 0; first < grads.size(); first += kMaxScaleTensors) {
@@ -36,14 +36,14 @@ void scale_unless_one_(std::vector<Tensor> grads, Tensor scale, std::optional<st
       const Tensor& g = grads[i];
       check_floating(op, "grads", g);
       check_same_device(op, "grads", g, scale);
-      check(g.is_contiguous(), op, ": grads[", i, "] must be contiguous");
+      SF_CHECK(g.is_contiguous(), op, ": grads[", i, "] must be contiguous");
       if (g.numel() == 0) continue;
       const float* row_scale = nullptr;
       const int64_t rows = g.dim() >= 1 ? g.size(0) : 1;
       if (!row_scales.empty() && row_scales[i].numel() != 0) {
         const Tensor& r = row_scales[i];
         check_same_device(op, "row_scales", r, scale);
-        check(r.scalar_type() == ScalarType::Float && r.is_contiguous() && r.numel() == rows, op, ": row_scales[", i, "] must be contiguous float32 with ", rows,
+        SF_CHECK(r.scalar_type() == ScalarType::Float && r.is_contiguous() && r.numel() == rows, op, ": row_scales[", i, "] must be contiguous float32 with ", rows,
               " elements, got ", shape_of(r), " of ", name_of(r.scalar_type()));
         row_scale = static_cast<const float*>(r.const_data_ptr());
       }

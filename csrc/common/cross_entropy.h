@@ -8,7 +8,7 @@
 namespace syncfree {
 
 inline void check_logits(const char* op, const Tensor& logits) {
-  check(logits.dim() == 2, op, ": logits must be 2-D (rows, classes), got shape ", shape_of(logits));
+  SF_CHECK(logits.dim() == 2, op, ": logits must be 2-D (rows, classes), got shape ", shape_of(logits));
   check_floating(op, "logits", logits);
 }
 
@@ -47,7 +47,7 @@ Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, 
   Backend backend(logits);
   const Tensor z = with_contiguous_rows(logits);
   const LossInputs in(op, logits, acc_type(logits.scalar_type()), logits.size(0), logits.size(1), target, SF_OPTION_ARGUMENTS);
-  check(row_stats.dim() == 2 && row_stats.size(0) == in.rows && row_stats.size(1) == 4 && row_stats.is_contiguous() && row_stats.scalar_type() == in.acc, op,
+  SF_CHECK(row_stats.dim() == 2 && row_stats.size(0) == in.rows && row_stats.size(1) == 4 && row_stats.is_contiguous() && row_stats.scalar_type() == in.acc, op,
         ": row_stats must be what cross_entropy_forward gave, (", in.rows, ", 4) of ", name_of(in.acc), ", got ", shape_of(row_stats), " of ",
         name_of(row_stats.scalar_type()));
   check_same_device(op, "row_stats", row_stats, logits);

@@ -32,17 +32,17 @@ struct FlceProblem {
   FlceProblem(const char* op, const Tensor& x, const Tensor& w, const OptionalTensor& linear_bias, std::optional<ScalarType> compute_dtype,
               std::optional<int64_t> chunk_rows, std::optional<int64_t> workspace_bytes, bool lean)
       : compute(compute_dtype.value_or(x.scalar_type())), weight_leaf(w.scalar_type()), lean(lean) {
-    check(x.dim() == 2, op, ": input must be 2-D (rows, hidden), got shape ", shape_of(x));
-    check(w.dim() == 2 && w.size(1) == x.size(1), op, ": linear_weight must have shape (classes, ", x.size(1), "), got ", shape_of(w));
-    check(w.size(0) >= 1 && w.size(1) >= 1, op, ": linear_weight must not be empty, got shape ", shape_of(w));
+    SF_CHECK(x.dim() == 2, op, ": input must be 2-D (rows, hidden), got shape ", shape_of(x));
+    SF_CHECK(w.dim() == 2 && w.size(1) == x.size(1), op, ": linear_weight must have shape (classes, ", x.size(1), "), got ", shape_of(w));
+    SF_CHECK(w.size(0) >= 1 && w.size(1) >= 1, op, ": linear_weight must not be empty, got shape ", shape_of(w));
     check_floating(op, "input", x);
     check_floating(op, "linear_weight", w);
     check_same_device(op, "linear_weight", w, x);
-    check(is_floating(compute), op, ": compute_dtype must be floating, got ", name_of(compute));
-    check(compute_dtype || x.scalar_type() == w.scalar_type(), op, ": linear_weight must have the dtype of input, ", name_of(x.scalar_type()), ", got ",
+    SF_CHECK(is_floating(compute), op, ": compute_dtype must be floating, got ", name_of(compute));
+    SF_CHECK(compute_dtype || x.scalar_type() == w.scalar_type(), op, ": linear_weight must have the dtype of input, ", name_of(x.scalar_type()), ", got ",
           name_of(w.scalar_type()));
-    check(!chunk_rows || *chunk_rows >= 1, op, ": chunk_rows must be >= 1, got ", chunk_rows.value_or(0));
-    check(!workspace_bytes || *workspace_bytes >= 1, op, ": workspace_bytes must be >= 1, got ", workspace_bytes.value_or(0));
+    SF_CHECK(!chunk_rows || *chunk_rows >= 1, op, ": chunk_rows must be >= 1, got ", chunk_rows.value_or(0));
+    SF_CHECK(!workspace_bytes || *workspace_bytes >= 1, op, ": workspace_bytes must be >= 1, got ", workspace_bytes.value_or(0));
     this->chunk_rows = chunk_rows.value_or(0);
     this->workspace_bytes = workspace_bytes.value_or(0);
     hidden = x.size(1);
@@ -51,7 +51,7 @@ struct FlceProblem {
     if (linear_bias) {
       check_floating(op, "linear_bias", *linear_bias);
       check_same_device(op, "linear_bias", *linear_bias, x);
-      check(linear_bias->dim() == 1 && linear_bias->size(0) == w.size(0), op, ": linear_bias must have shape (", w.size(0), ",), got ", shape_of(*linear_bias));
+      SF_CHECK(linear_bias->dim() == 1 && linear_bias->size(0) == w.size(0), op, ": linear_bias must have shape (", w.size(0), ",), got ", shape_of(*linear_bias));
       bias = flat(*linear_bias, acc_type(compute));
     }
   }
@@ -114,7 +114,9 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
     gemm.a = gathered.const_data_ptr(), gemm.lda = hidden;
     gemm.b = problem.weight.const_data_ptr(), gemm.ldb = pitch_of(problem.weight), gemm.transpose_b = true;
     gemm.c = logits.mutable_data_ptr(), gemm.ldc = pitch, gemm.c_dtype = acc_d;
+    gemm.parts = compute_d == DType::f32 && hidden >= 512 ? 4 : 1;
     backend.gemm(gemm);
+    gemm.parts = 1;
 
     RowParams row = row_params(in, upstream);
     row.chunk = chunk;
@@ -164,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const FlceProblem problem(op, input, linear_weight, linear_bias, compute_dtype, chunk_rows, workspace_bytes, lean);
   const LossInputs in(op, input, acc_type(problem.compute), input.size(0), linear_weight.size(0), target, SF_OPTION_ARGUMENTS);
   const FlceNeeds need{need_dx, need_dw, need_db && linear_bias};
-  check(!(need.any() && in.is_none()), op, ": reduction 'none' has no gradient in forward, got need_dx, need_dw or need_db");
+  SF_CHECK(!(need.any() && in.is_none()), op, ": reduction 'none' has no gradient in forward, got need_dx, need_dw or need_db");
   const Counts counts = count(backend, in, Upstream());
   const LossOutputs outputs(in, input, need_token_accuracy, need_predicted_tokens, need_logsumexp);
   const FlceGradients grads = run_chunks(backend, problem, in, counts, Upstream(), &outputs, need, false);

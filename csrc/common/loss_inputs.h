@@ -18,7 +18,7 @@
 namespace syncfree {
 
 inline Reduction reduction_of(const char* op, const std::string& name) {
-  check(name == "none" || name == "mean" || name == "sum", op, ": reduction must be 'none', 'mean' or 'sum', got '", name, "'");
+  SF_CHECK(name == "none" || name == "mean" || name == "sum", op, ": reduction must be 'none', 'mean' or 'sum', got '", name, "'");
   return name == "none" ? Reduction::none : name == "mean" ? Reduction::mean : Reduction::sum;
 }
 
@@ -33,29 +33,29 @@ struct LossInputs {
 
   LossInputs(const char* op_name, const Tensor& like, ScalarType acc_dtype, int64_t row_count, int64_t classes, const Tensor& targets, SF_OPTION_PARAMETERS)
       : op(op_name), acc(acc_dtype), rows(row_count), num_classes(classes), shift(shift), ignore_index(ignore_index) {
-    check(classes >= 1, op, ": expected at least one class, got ", classes);
-    check(rows <= INT32_MAX, op, ": expected at most 2^31 - 1 rows, got ", rows);
-    check(targets.scalar_type() == ScalarType::Long || targets.scalar_type() == ScalarType::Int, op, ": target must be int64 or int32, got ",
+    SF_CHECK(classes >= 1, op, ": expected at least one class, got ", classes);
+    SF_CHECK(rows <= INT32_MAX, op, ": expected at most 2^31 - 1 rows, got ", rows);
+    SF_CHECK(targets.scalar_type() == ScalarType::Long || targets.scalar_type() == ScalarType::Int, op, ": target must be int64 or int32, got ",
           name_of(targets.scalar_type()));
-    check(targets.dim() >= 1 && targets.numel() == rows, op, ": target must have one entry for each of ", rows, " rows, got shape ", shape_of(targets));
+    SF_CHECK(targets.dim() >= 1 && targets.numel() == rows, op, ": target must have one entry for each of ", rows, " rows, got shape ", shape_of(targets));
     check_same_device(op, "target", targets, like);
-    check(shift >= 0, op, ": shift must be >= 0, got ", shift);
-    check(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ", label_smoothing);
-    check(!softcap || *softcap > 0, op, ": softcap must be > 0, got ", softcap.value_or(0));
+    SF_CHECK(shift >= 0, op, ": shift must be >= 0, got ", shift);
+    SF_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ", label_smoothing);
+    SF_CHECK(!softcap || *softcap > 0, op, ": softcap must be > 0, got ", softcap.value_or(0));
     options.reduction = reduction_of(op, reduction);
-    check(!num_items || options.reduction == Reduction::mean, op, ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
+    SF_CHECK(!num_items || options.reduction == Reduction::mean, op, ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
     target = flat(targets, ScalarType::Long);
     sequence = targets.size(targets.dim() - 1);
     if (weight) {
       check_floating(op, "weight", *weight);
       check_same_device(op, "weight", *weight, like);
-      check(weight->dim() == 1 && weight->size(0) == classes, op, ": weight must have shape (", classes, ",), got ", shape_of(*weight));
+      SF_CHECK(weight->dim() == 1 && weight->size(0) == classes, op, ": weight must have shape (", classes, ",), got ", shape_of(*weight));
       this->weight = flat(*weight, acc);
     }
     if (token_weight) {
       check_floating(op, "token_weight", *token_weight);
       check_same_device(op, "token_weight", *token_weight, like);
-      check(token_weight->numel() == rows, op, ": token_weight must have one entry for each of ", rows, " rows, got shape ", shape_of(*token_weight));
+      SF_CHECK(token_weight->numel() == rows, op, ": token_weight must have one entry for each of ", rows, " rows, got shape ", shape_of(*token_weight));
       this->token_weight = flat(*token_weight, acc);
     }
     this->num_items = scalar("num_items", num_items, like);
@@ -76,7 +76,7 @@ struct LossInputs {
  private:
   OptionalTensor scalar(const char* name, const OptionalTensor& t, const Tensor& like) const {
     if (!t) return std::nullopt;
-    check(t->numel() == 1, op, ": ", name, " must have one element, got shape ", shape_of(*t));
+    SF_CHECK(t->numel() == 1, op, ": ", name, " must have one element, got shape ", shape_of(*t));
     check_same_device(op, name, *t, like);
     return flat(*t, ScalarType::Double);
   }
@@ -94,12 +94,12 @@ struct Upstream {
     check_same_device(in.op, "grad_output", grad, like);
     check_floating(in.op, "grad_output", grad);
     if (in.is_none()) {
-      check(grad.dim() == 1 && grad.size(0) == in.rows, in.op, ": grad_output must have shape (", in.rows, ",), got ", shape_of(grad));
+      SF_CHECK(grad.dim() == 1 && grad.size(0) == in.rows, in.op, ": grad_output must have shape (", in.rows, ",), got ", shape_of(grad));
       tensor = grad.scalar_type() == in.acc ? grad : torch::stable::to(grad, in.acc);
       per_row = tensor->const_data_ptr();
       stride = tensor->stride(0);
     } else {
-      check(grad.numel() == 1, in.op, ": grad_output must have one element, got shape ", shape_of(grad));
+      SF_CHECK(grad.numel() == 1, in.op, ": grad_output must have one element, got shape ", shape_of(grad));
       tensor = flat(grad, in.acc);
       scalar = tensor->const_data_ptr();
     }
@@ -195,7 +195,7 @@ struct LossOutputs {
     p.acc = dtype_of(in.acc);
     p.loss = loss.mutable_data_ptr();
     p.z_loss = z_loss.mutable_data_ptr();
-    p.accuracy = p.correct ? static_cast<float*>(token_accuracy.mutable_data_ptr()) : nullptr;
+    p.accuracy = accuracy_ && !in.is_none() ? static_cast<float*>(token_accuracy.mutable_data_ptr()) : nullptr;
     backend.reduce(p);
   }
 

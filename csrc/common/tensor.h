@@ -6,10 +6,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "params.h"
 
@@ -19,21 +20,41 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// std::invalid_argument reaches Python as ValueError. Message: op, argument, expected, got.
+// Pieces of an error text. No streams: a compiler that links its own libstdc++ into a library would bring a second set of locales.
+inline std::string text_of(const std::string& text) { return text; }
+inline std::string text_of(const char* text) { return text; }
+inline std::string text_of(double number) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%g", number);
+  return digits;
+}
+template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+inline std::string text_of(Integer number) {
+  return std::to_string(number);
+}
+
 template <class... Parts>
-inline void check(bool ok, const Parts&... parts) {
-  if (ok) return;
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+inline std::string message(const Parts&... parts) {
+  std::string text;
+  ((text += text_of(parts)), ...);
+  return text;
+}
+
+// std::invalid_argument reaches Python as ValueError. Message: op, argument, expected, got; built only when it is needed.
+#define SF_CHECK(ok, ...)                                                       \
+  do {                                                                          \
+    if (!(ok)) throw std::invalid_argument(::syncfree::message(__VA_ARGS__));   \
+  } while (0)
+
+// Of a call through torch's C shims, whose checking macro has another name in each release.
+inline void check_shim(int32_t error, const char* call) {
+  if (error != 0) throw std::runtime_error(std::string("syncfree: ") + call + " failed; torch has printed why on stderr");
 }
 
 inline std::string shape_of(const Tensor& t) {
-  std::ostringstream text;
-  text << '(';
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
-  text << (t.dim() == 1 ? ",)" : ")");
-  return text.str();
+  std::string text = "(";
+  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
+  return text + (t.dim() == 1 ? ",)" : ")");
 }
 
 inline const char* name_of(ScalarType type) {
@@ -93,12 +114,12 @@ inline int64_t pitch_of(const Tensor& t) { return t.size(0) <= 1 ? t.size(1) : t
 inline const void* data_or_null(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
 
 inline void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
-  check(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && (like.is_cpu() || t.get_device_index() == like.get_device_index()), op, ": ", name,
+  SF_CHECK(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && (like.is_cpu() || t.get_device_index() == like.get_device_index()), op, ": ", name,
         " is on another device than the first argument");
 }
 
 inline void check_floating(const char* op, const char* name, const Tensor& t) {
-  check(is_floating(t.scalar_type()), op, ": ", name, " must be float64, float32, bfloat16 or float16, got ", name_of(t.scalar_type()));
+  SF_CHECK(is_floating(t.scalar_type()), op, ": ", name, " must be float64, float32, bfloat16 or float16, got ", name_of(t.scalar_type()));
 }
 
 }  // namespace syncfree

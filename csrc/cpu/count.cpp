@@ -1,6 +1,5 @@
 // The targets, read once: how many rows count, the divisors, and the order in which rows are worked on.
 #include <cmath>
-#include <sstream>
 #include <stdexcept>
 
 #include "../common/formulas.h"
@@ -27,10 +26,8 @@ void count_rows(const CountParams& p) {
     if (!scored(i)) continue;
     const int64_t t = p.target[source(i)];
     if (t < 0 || t >= p.num_classes) {
-      std::ostringstream text;
-      text << "syncfree: target: expected a class in [0, " << p.num_classes << ") or ignore_index " << p.ignore_index
-           << ", got " << t << " at position " << source(i);
-      throw std::out_of_range(text.str());
+      throw std::out_of_range(message("syncfree: target: expected a class in [0, ", p.num_classes, ") or ignore_index ", p.ignore_index, ", got ", t,
+                                      " at position ", source(i)));
     }
     ++count;
   }

@@ -9,6 +9,7 @@
 #include <array>
 #include <memory>
 
+#include "../common/chunk_plan.h"
 #include "backend.h"
 #include "numbers.h"
 
@@ -68,30 +69,6 @@ void call(Gemm<Int, In, T> gemm, const GemmParams& p, const In* a, const In* b, 
   gemm(&tb, &ta, &n, &m, &k, &alpha, b, &ldb, a, &lda, &beta, c, &ld);
 }
 
-template <class In, class T>
-void call_blas(const GemmParams& p, const In* a, const In* b, T alpha, T beta, T* c, int64_t ldc) {
-  const GemmSymbols<In, T>& found = symbols<In, T>();
-  if (found.wide)
-    call(found.wide, p, a, b, alpha, beta, c, ldc);
-  else
-    call(found.narrow, p, a, b, alpha, beta, c, ldc);
-}
-
-// MKL's mixed products write a fresh C at half the speed at which they add to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so C
-// is zeroed first, in panels of columns that are still in the cache when the product comes.
-template <class In, class T>
-void multiply_onto_zeros(const GemmParams& p, const In* a, const In* b, T alpha, T* c, int64_t ldc) {
-  constexpr int64_t kPanel = 4096;
-  for (int64_t first = 0; first < p.n; first += kPanel) {
-    GemmParams part = p;
-    part.n = std::min(kPanel, p.n - first);
-    parallel(p.m, part.n, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) std::fill_n(c + i * ldc + first, part.n, T(0));
-    });
-    call_blas<In, T>(part, a, b + (p.transpose_b ? first * p.ldb : first), alpha, T(1), c + first, ldc);
-  }
-}
-
 Tensor matrix(const void* data, int64_t rows, int64_t columns, int64_t pitch, ScalarType type) {
   const int64_t sizes[2] = {rows, columns}, strides[2] = {pitch, 1};
   return torch::stable::from_blob(const_cast<void*>(data), IntHeaderOnlyArrayRef(sizes, 2),
@@ -111,14 +88,13 @@ std::unique_ptr<T[]> widened(const In* in, int64_t rows, int64_t columns, int64_
 }
 
 template <class T>
-void multiply_by_aten(const GemmParams& p, const T* a, int64_t lda, const T* b, int64_t ldb, T alpha, T* c,
-                      int64_t ldc) {
+void multiply_by_aten(const GemmParams& p, const T* a, const T* b, T alpha, bool accumulate, T* c, int64_t ldc) {
   constexpr ScalarType type = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
-  const Tensor left =
-      p.transpose_a ? torch::stable::transpose(matrix(a, p.k, p.m, lda, type), 0, 1) : matrix(a, p.m, p.k, lda, type);
-  const Tensor right =
-      p.transpose_b ? torch::stable::transpose(matrix(b, p.n, p.k, ldb, type), 0, 1) : matrix(b, p.k, p.n, ldb, type);
-  const bool direct = !p.accumulate && alpha == T(1);
+  const Tensor left = p.transpose_a ? torch::stable::transpose(matrix(a, p.k, p.m, p.lda, type), 0, 1)
+                                    : matrix(a, p.m, p.k, p.lda, type);
+  const Tensor right = p.transpose_b ? torch::stable::transpose(matrix(b, p.n, p.k, p.ldb, type), 0, 1)
+                                     : matrix(b, p.k, p.n, p.ldb, type);
+  const bool direct = !accumulate && alpha == T(1);
   std::unique_ptr<T[]> slab(direct ? nullptr : new T[size_t(p.m * p.n)]);
   const Tensor out = direct ? matrix(c, p.m, p.n, ldc, type) : matrix(slab.get(), p.m, p.n, p.n, type);
   std::array<StableIValue, 3> stack{torch::stable::detail::from(left), torch::stable::detail::from(right),
@@ -129,60 +105,99 @@ void multiply_by_aten(const GemmParams& p, const T* a, int64_t lda, const T* b, 
   parallel(p.m, p.n, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = 0; j < p.n; ++j)
-        c[i * ldc + j] = (p.accumulate ? c[i * ldc + j] : T(0)) + alpha * slab[i * p.n + j];
+        c[i * ldc + j] = (accumulate ? c[i * ldc + j] : T(0)) + alpha * slab[i * p.n + j];
     }
   });
 }
 
-// C of the type of the sums.
 template <class In, class T>
-void multiply(const GemmParams& p, const In* a, const In* b, T alpha, T* c, int64_t ldc) {
-  if (p.k == 0) {
-    for (int64_t i = 0; !p.accumulate && i < p.m; ++i) std::fill_n(c + i * ldc, p.n, T(0));
-    return;
-  }
+bool has_blas(const GemmParams& p) {
   const GemmSymbols<In, T>& found = symbols<In, T>();
-  const bool fits = std::max({p.m, p.n, p.k, p.lda, p.ldb, ldc}) <= INT32_MAX;
-  if (found.wide || (found.narrow && fits)) {
-    const bool mixed = !std::is_same_v<In, T>;
-    if (mixed && !p.accumulate) return multiply_onto_zeros<In, T>(p, a, b, alpha, c, ldc);
-    return call_blas<In, T>(p, a, b, alpha, p.accumulate ? T(1) : T(0), c, ldc);
-  }
-  if constexpr (std::is_same_v<In, T>) {
-    multiply_by_aten(p, a, p.lda, b, p.ldb, alpha, c, ldc);
-  } else {
-    const int64_t a_columns = p.transpose_a ? p.m : p.k, b_columns = p.transpose_b ? p.k : p.n;
-    const auto wide_a = widened<In, T>(a, p.transpose_a ? p.k : p.m, a_columns, p.lda);
-    const auto wide_b = widened<In, T>(b, p.transpose_b ? p.n : p.k, b_columns, p.ldb);
-    GemmParams w = p;
-    w.lda = a_columns, w.ldb = b_columns;
-    multiply<T, T>(w, wide_a.get(), wide_b.get(), alpha, c, ldc);
-  }
+  return found.wide || (found.narrow && std::max({p.m, p.n, p.k, p.lda, p.ldb, p.ldc}) <= INT32_MAX);
 }
 
-// C of 16 bits: blocks of rows in the type of the sums, each rounded once.
+// c = alpha op(A) op(B) + c or, where C is fresh, without it. MKL's mixed products write a fresh C at half the speed at which they add
+// to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so theirs is zeroed first, while it is small enough to stay in the cache.
+template <class In, class T>
+void product(const GemmParams& p, const In* a, const In* b, T alpha, bool accumulate, T* c, int64_t ldc) {
+  if (!accumulate && (p.k == 0 || !std::is_same_v<In, T>)) {
+    parallel(p.m, p.n, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) std::fill_n(c + i * ldc, p.n, T(0));
+    });
+    accumulate = true;
+  }
+  if (p.k == 0) return;
+  if (has_blas<In, T>(p)) {
+    const GemmSymbols<In, T>& found = symbols<In, T>();
+    const T beta = accumulate ? T(1) : T(0);
+    return found.wide ? call(found.wide, p, a, b, alpha, beta, c, ldc)
+                      : call(found.narrow, p, a, b, alpha, beta, c, ldc);
+  }
+  if constexpr (std::is_same_v<In, T>) multiply_by_aten(p, a, b, alpha, accumulate, c, ldc);
+}
+
+// One panel of C; p is the product it takes.
 template <class In, class T, class Out>
-void multiply_rounded(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
-  constexpr int64_t kBlockElements = 1 << 20;  // a few MB: the product is still in the cache when it is rounded
-  const int64_t block = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(p.n, 1), 1, p.m);
-  const std::unique_ptr<T[]> product(new T[size_t(block * p.n)]);
-  for (int64_t first = 0; first < p.m; first += block) {
-    GemmParams part = p;
-    part.m = std::min(block, p.m - first);
-    part.accumulate = false;
-    multiply<In, T>(part, a + (p.transpose_a ? first : first * p.lda), b, alpha, product.get(), p.n);
-    parallel(part.m, p.n, [&](int64_t begin, int64_t end) {
+void multiply_panel(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
+  if constexpr (std::is_same_v<T, Out>) {
+    product<In, T>(p, a, b, alpha, p.accumulate, c, p.ldc);
+  } else {
+    const std::unique_ptr<T[]> sum(new T[size_t(p.m * p.n)]);
+    product<In, T>(p, a, b, alpha, false, sum.get(), p.n);
+    parallel(p.m, p.n, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const T* sum = product.get() + i * p.n;
-        Out* out = c + (first + i) * p.ldc;
+        const T* from = sum.get() + i * p.n;
+        Out* to = c + i * p.ldc;
         if (p.accumulate) {
-          for (int64_t j = 0; j < p.n; ++j) out[j] = narrow<Out>(T(widen(out[j])) + sum[j]);
+          for (int64_t j = 0; j < p.n; ++j) to[j] = narrow<Out>(T(widen(to[j])) + from[j]);
         } else {
-          for (int64_t j = 0; j < p.n; ++j) out[j] = narrow<Out>(sum[j]);
+          for (int64_t j = 0; j < p.n; ++j) to[j] = narrow<Out>(from[j]);
         }
       }
     });
   }
+}
+
+// Cuts the longer side of C into panels that stay in the second-level cache, each the work of one thread: no barriers but the last, and
+// values that do not depend on the number of threads. Where there are too few panels for that, BLAS gets C whole and its own threads.
+template <class In, class T, class Out>
+void multiply(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
+  constexpr int64_t kPanelElements = 1 << 18, kPanelsPerThread = 4;
+  const bool blas = has_blas<In, T>(p), columns = p.n >= p.m && blas;
+  const int64_t length = columns ? p.n : p.m, across = columns ? p.m : p.n;
+  const int64_t panel = round_up(std::clamp<int64_t>(kPanelElements / across, 64, 1024), 64),
+                panels = ceil_div(length, panel);
+  const auto run_panels = [&](int64_t first, int64_t size) {
+    GemmParams part = p;
+    (columns ? part.n : part.m) = size;
+    multiply_panel<In, T, Out>(part, columns ? a : a + (p.transpose_a ? first : first * p.lda),
+                               columns ? b + (p.transpose_b ? first * p.ldb : first) : b, alpha,
+                               c + (columns ? first : first * p.ldc));
+  };
+  if (blas && panels >= kPanelsPerThread * torch::stable::get_num_threads()) {
+    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) run_panels(i * panel, std::min(panel, length - i * panel));
+    });
+  } else if (blas || std::is_same_v<T, Out>) {
+    run_panels(0, length);
+  } else {
+    for (int64_t i = 0; i < panels; ++i) run_panels(i * panel, std::min(panel, length - i * panel));
+  }
+}
+
+template <class In, class T, class Out>
+void multiply_or_widen(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
+  if constexpr (!std::is_same_v<In, T>) {
+    if (!has_blas<In, T>(p)) {
+      const int64_t a_columns = p.transpose_a ? p.m : p.k, b_columns = p.transpose_b ? p.k : p.n;
+      const auto wide_a = widened<In, T>(a, p.transpose_a ? p.k : p.m, a_columns, p.lda);
+      const auto wide_b = widened<In, T>(b, p.transpose_b ? p.n : p.k, b_columns, p.ldb);
+      GemmParams w = p;
+      w.lda = a_columns, w.ldb = b_columns;
+      return multiply<T, T, Out>(w, wide_a.get(), wide_b.get(), alpha, c);
+    }
+  }
+  multiply<In, T, Out>(p, a, b, alpha, c);
 }
 
 template <class In, class T>
@@ -190,10 +205,10 @@ void run(const GemmParams& p) {
   const In* a = static_cast<const In*>(p.a);
   const In* b = static_cast<const In*>(p.b);
   const T alpha = p.alpha ? *static_cast<const T*>(p.alpha) : T(1);
-  if (p.c_dtype == p.acc) return multiply<In, T>(p, a, b, alpha, static_cast<T*>(p.c), p.ldc);
+  if (p.c_dtype == p.acc) return multiply_or_widen<In, T, T>(p, a, b, alpha, static_cast<T*>(p.c));
   with_dtype(p.c_dtype, [&](auto tag) {
     using Out = typename decltype(tag)::type;
-    multiply_rounded<In, T, Out>(p, a, b, alpha, static_cast<Out*>(p.c));
+    multiply_or_widen<In, T, Out>(p, a, b, alpha, static_cast<Out*>(p.c));
   });
 }
 

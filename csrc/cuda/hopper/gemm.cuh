@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     fence_barrier_init();
   }
   if (p.any && *p.any == 0) return;  // before any block waits for another
-  const int64_t left = static_cast<int64_t>(p.chunk.counts[kCountRows]) - p.chunk.first;
-  const bool last = left <= p.chunk.size;
-  const int live = static_cast<int>(left < 0 ? 0 : left < p.chunk.size ? left : p.chunk.size);
+  const ChunkRows chunk(p.chunk);
+  const bool last = chunk.last;
+  const int live = static_cast<int>(chunk.live);
   // A scale of 0 would turn the -inf of padding into NaN; one this small leaves every product at 0 as well.
   float scale = p.scale_ptr ? static_cast<float>(*p.scale_ptr) * kLog2e : p.scale_log2e;
   if (scale == 0.f) scale = 1e-30f;
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
         s = step % C::kStages, phase = (step / C::kStages) & 1;
       }
       Accumulators<C> acc;
+      const int steps = C::kPing ? k_steps : max(0, min(part, k_steps - t / plane * part));
       // The first product overwrites, but without the zeros ptxas keeps the old values alive between tiles, and spills.
-      if (C::kPing || (C::kBound == Bound::k && k_steps == 0)) {
+      if (C::kPing || steps == 0) {
 #pragma unroll
         for (int i = 0; i < C::kMI; ++i)
 #pragma unroll
@@ -147,7 +148,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       // is done with its own tile.
       if constexpr (C::kPing) mbar_wait(order + 8 * wg, ((sequence >> 1) & 1) ^ (wg == 0));
       int previous = 0;
-      const int steps = C::kPing ? k_steps : max(0, min(part, k_steps - t / plane * part));
       for (int kb = 0; kb < steps; ++kb) {
         mbar_wait(full + 8 * s, phase);
         const uint32_t a = base + s * C::kStageBytes;

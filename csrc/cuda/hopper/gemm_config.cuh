@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "../../common/params.h"
+#include "../kernels/fused_chunk.cuh"
 #include "mbarrier.cuh"
 #include "registers.cuh"
 #include "tma.cuh"
@@ -55,7 +55,7 @@ using PingPongTall = Config<128, 3, 5, 2, true, AMN, BMN, E, R, 24, 240>;
 
 struct GemmArgs {
   CUtensorMap a, b, d;
-  Chunk chunk;  // its live rows bound m or k
+  FusedChunk chunk;  // its live rows bound m or k
   int m, n, k;
   int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
   int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) that are swept before the other operand moves on

@@ -13,6 +13,16 @@ namespace syncfree {
 constexpr int kLogitsTileColumns = 192;  // E's sums are kept a (row, tile of this many classes)
 constexpr int kRowGroup = 256;           // rows that are repaired together
 
+// One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in multiples of 128, so
+// that none is left with a few; the slots past a chunk's live rows stand for the ignored rows, in order (see fused_chunk.cuh).
+struct FusedChunk {
+  const double* counts;
+  const int32_t* row_index;  // [rows]
+  int64_t rows;
+  int64_t index;
+  int64_t size;
+};
+
 // Per-chunk arrays, all in device memory. Rows are compact: k-th row of the chunk.
 struct FusedRows {
   float* exponent;      // [size]
@@ -23,11 +33,11 @@ struct FusedRows {
   int32_t* bad;         // [size]: the row left the range that E can hold
   int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
   int32_t* any;         // [1]: there is such a group
-  float* g_target;      // [all rows], at first + k
+  float* g_target;      // [all rows], by position in row_index
 };
 
 struct FusedGatherParams {
-  Chunk chunk;
+  FusedChunk chunk;
   const void* input;
   DType input_dtype;
   int64_t input_pitch, hidden;
@@ -41,7 +51,7 @@ struct FusedGatherParams {
 };
 
 struct FusedLogitsParams {
-  Chunk chunk;
+  FusedChunk chunk;
   const void* gathered;
   const void* weight;
   int64_t weight_pitch, num_classes, hidden;
@@ -52,14 +62,15 @@ struct FusedLogitsParams {
 };
 
 struct FusedFinishParams {
-  RowParams row;  // options and per-row outputs; no logits, no gradient
+  FusedChunk chunk;
+  RowParams row;  // options and per-row outputs; no chunk, no logits, no gradient
   FusedRows rows;
   int64_t tiles;
   bool repair;  // second pass: only the groups that were marked
 };
 
 struct FusedScaleParams {
-  Chunk chunk;
+  FusedChunk chunk;
   void* gathered;  // in place: bfloat16(alpha * v * x)
   int64_t hidden;
   const float* v;
@@ -67,7 +78,7 @@ struct FusedScaleParams {
 };
 
 struct FusedDxParams {
-  Chunk chunk;
+  FusedChunk chunk;
   const void* e;
   int64_t e_pitch;
   const void* weight;
@@ -80,7 +91,7 @@ struct FusedDxParams {
 };
 
 struct FusedDwParams {
-  Chunk chunk;
+  FusedChunk chunk;
   const void* e;
   int64_t e_pitch;
   const void* scaled;  // FusedScaleParams::gathered

@@ -13,8 +13,11 @@ using SplitProduct = Cooperative<false, true, Epilogue::f32_add, Bound::m>;
 constexpr int kThreads = 256;
 constexpr int64_t kClusters = 66;  // of two blocks, on 132 multiprocessors: only steers the choice of splits
 
+constexpr int64_t kWorthSplitting = 4096;  // classes: shorter reductions are over before the second part pays
+
 // Two parts of the reduction when that fills the last wave better.
-bool better_split(int64_t rows, int64_t hidden) {
+bool better_split(int64_t rows, int64_t hidden, int64_t num_classes) {
+  if (num_classes < kWorthSplitting) return false;
   const int64_t tiles = (rows + 255) / 256 * ((hidden + Product::kBN - 1) / Product::kBN);
   const auto waves = [](int64_t n) { return double((n + kClusters - 1) / kClusters); };
   return waves(2 * tiles) / 2 < 0.95 * waves(tiles);
@@ -22,10 +25,13 @@ bool better_split(int64_t rows, int64_t hidden) {
 
 template <class Out>
 __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) {
-  const int64_t k = blockIdx.x, row = p.chunk.row_index[p.chunk.first + k];
+  const int64_t k = blockIdx.x;
+  const ChunkRows chunk(p.chunk);
+  const int64_t row = chunk.row(p.chunk, k);
+  if (row < 0) return;
   Out* out = static_cast<Out*>(p.out) + row * p.hidden;
-  const bool live = k < live_rows(p.chunk);
-  const float alpha = *p.alpha, v = live ? p.rows.v[k] * alpha : 0.f, g = live ? p.rows.g_target[p.chunk.first + k] * alpha : 0.f;
+  const bool live = k < chunk.live;
+  const float alpha = *p.alpha, v = live ? p.rows.v[k] * alpha : 0.f, g = live ? p.rows.g_target[chunk.first + k] * alpha : 0.f;
   const int t = live ? p.rows.target[k] : -1;
   const float* product = p.product + k * p.hidden;
   const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.weight) + int64_t(t < 0 ? 0 : t) * p.weight_pitch;
@@ -58,7 +64,7 @@ cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
   args.chunk = p.chunk;
   const Matrix e{p.e, p.chunk.size, p.num_classes, p.e_pitch}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch},
       d{p.product, p.chunk.size, p.hidden, p.hidden};
-  if (better_split(p.chunk.size, p.hidden)) {
+  if (better_split(p.chunk.size, p.hidden, p.num_classes)) {
     args.splits = 2;
     if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream)) return error;
     if (cudaError_t error = launch_gemm<SplitProduct>(e, w, d, args, stream)) return error;

@@ -34,9 +34,10 @@ cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream)
 }
 
 // One thread a row: the exponent that puts the largest E of a bad row at 2^60.
-__global__ void __launch_bounds__(kThreads) repair_exponent_kernel(Chunk chunk, FusedRows rows, int64_t tiles) {
+__global__ void __launch_bounds__(kThreads) repair_exponent_kernel(FusedChunk chunk, FusedRows rows, int64_t tiles) {
+  if (!*rows.any) return;
   const int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (!*rows.any || k >= live_rows(chunk) || !rows.bad[k]) return;
+  if (k >= ChunkRows(chunk).live || !rows.bad[k]) return;
   const float2* sums = static_cast<const float2*>(rows.sums);
   float m = -INFINITY;
   for (int64_t t = 0; t < tiles; ++t) m = fmaxf(m, sums[t * chunk.size + k].x);

@@ -5,7 +5,7 @@
 
 #include "../../common/formulas.h"
 #include "device.cuh"
-#include "fused.h"
+#include "fused_chunk.cuh"
 
 namespace syncfree {
 namespace {
@@ -33,12 +33,13 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   Pack<__nv_bfloat16>* out = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
   if (threadIdx.x == 0 && k == 0) *p.rows.any = 0;
-  if (k >= live_rows(p.chunk)) {
+  const ChunkRows chunk(p.chunk);
+  if (k >= chunk.live) {
     for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
     return;
   }
-  const int64_t row = p.chunk.row_index[p.chunk.first + k], t = p.targets[row + p.shift];
+  const int64_t row = chunk.row(p.chunk, k), t = p.targets[row + p.shift];
   const bool known = t >= 0 && t < p.num_classes;
   const In* x = static_cast<const In*>(p.input) + row * p.input_pitch;
   const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
@@ -67,9 +68,9 @@ constexpr int kRowsPerBlock = 32, kSlices = 8;
 __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
   __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
   __shared__ RowConstants<float> constants;
-  const Chunk& chunk = p.row.chunk;
+  const ChunkRows chunk(p.chunk);
   const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
-  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = live_rows(chunk);
+  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = chunk.live;
   // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
   if (p.repair && (!*p.rows.any || !p.rows.only[k / kRowGroup])) return;
   if (threadIdx.x == 0) constants = row_constants<float>(p.row);
@@ -77,16 +78,16 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
   if (k < live) {
     const float2* sums = static_cast<const float2*>(p.rows.sums);
     for (int64_t t = slice; t < p.tiles; t += kSlices) {
-      const float2 s = sums[t * chunk.size + k];
+      const float2 s = sums[t * p.chunk.size + k];
       exact += double(s.x), rounded += double(s.y);
     }
   }
   exact_sums[slice][lane] = exact;
   rounded_sums[slice][lane] = rounded;
   __syncthreads();
-  if (slice != 0 || k >= chunk.size) return;
+  const int64_t i = k < p.chunk.size ? chunk.row(p.chunk, k) : -1;
+  if (slice != 0 || i < 0) return;
   for (int s = 1; s < kSlices; ++s) exact += exact_sums[s][lane], rounded += rounded_sums[s][lane];
-  const int64_t i = chunk.row_index[chunk.first + k];
   RowResult<float> r{};
   float v = 0.f, g = 0.f;
   if (k < live) {
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
     g = r.target + v * float(exact - rounded);
   }
   p.rows.v[k] = v;
-  p.rows.g_target[chunk.first + k] = g;
+  if (k < live) p.rows.g_target[chunk.first + k] = g;
   if (p.row.ce) static_cast<float*>(p.row.ce)[i] = r.ce;
   if (p.row.z) static_cast<float*>(p.row.z)[i] = r.z;
   if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = r.logsumexp;
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
 
 __global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams p) {
   const int64_t k = blockIdx.x;
-  if (k >= live_rows(p.chunk)) return;
+  if (k >= ChunkRows(p.chunk).live) return;
   const float factor = p.v[k] * *p.alpha;
   Pack<__nv_bfloat16>* x = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
@@ -251,7 +252,7 @@ cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream)
 }
 
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
-  fused_finish_kernel<<<unsigned((p.row.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0, stream>>>(p);
+  fused_finish_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

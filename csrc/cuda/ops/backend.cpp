@@ -8,7 +8,7 @@ namespace {
 
 cudaStream_t current_stream(int32_t device) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  check_shim(aoti_torch_get_current_cuda_stream(device, &stream), "aoti_torch_get_current_cuda_stream");
   return static_cast<cudaStream_t>(stream);
 }
 

@@ -89,8 +89,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   }
 
   for (int64_t i = 0; i < plan.count; ++i) {
-    const int64_t first = i * plan.rows, size = std::min(plan.rows, rows - first);
-    const Chunk chunk = counts.chunk(first, size);
+    const FusedChunk chunk{static_cast<const double*>(counts.counts.const_data_ptr()), row_index, rows, i, plan.rows};
     done(launch_fused_gather({chunk, x.const_data_ptr(), dtype_of(x.scalar_type()), pitch_of(x), hidden, w.const_data_ptr(), pitch_of(w), classes, in.targets(),
                               in.shift, in.options, gathered.mutable_data_ptr(), arrays},
                              stream_),
@@ -98,8 +97,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     const FusedLogitsParams logits{chunk, gathered.const_data_ptr(), w.const_data_ptr(), pitch_of(w), classes, hidden, in.options,
                                    store_e ? e.mutable_data_ptr() : nullptr, e_pitch, arrays};
     done(launch_fused_logits(logits, stream_), "fused logits");
-    FusedFinishParams finish{row_params(in, upstream), arrays, tiles, false};
-    finish.row.chunk = chunk;
+    FusedFinishParams finish{chunk, row_params(in, upstream), arrays, tiles, false};
+    finish.row.chunk.counts = chunk.counts;  // what the formulas read of it
     if (outputs) outputs->attach(finish.row);
     done(launch_fused_finish(finish, stream_), "fused finish");
     done(launch_fused_repair(logits, tiles, stream_), "fused repair");

@@ -5,6 +5,8 @@
 #include <library_types.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
+
 #include "../backend.h"
 
 namespace syncfree {
@@ -56,16 +58,23 @@ void CudaBackend::gemm(const GemmParams& p) {
     if (size > INT32_MAX) throw std::invalid_argument("syncfree: a matrix dimension is larger than 2^31 - 1");
 
   Handle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  check_shim(torch_get_current_cuda_blas_handle(&handle), "torch_get_current_cuda_blas_handle");
   static const float one = 1.f, zero = 0.f;
   const float* on_device = static_cast<const float*>(p.alpha);
-  const void* alpha = on_device ? on_device : &one;
-  const void* beta = on_device ? on_device + (p.accumulate ? 2 : 1) : p.accumulate ? &one : &zero;
+  const int64_t parts = p.parts > 1 ? p.parts : 1, part = (p.k + parts - 1) / parts, element = size_of(p.ab_dtype);
   if (on_device) cublas.set_pointer_mode(handle, kPointerDevice);
-  // Row-major C = A B is column-major C^T = B^T A^T.
-  const int status = cublas.gemm_ex(handle, p.transpose_b ? kOpT : kOpN, p.transpose_a ? kOpT : kOpN, int(p.n), int(p.m), int(p.k), alpha, p.b,
-                                    type_of(p.ab_dtype), int(p.ldb), p.a, type_of(p.ab_dtype), int(p.lda), beta, p.c, type_of(p.c_dtype), int(p.ldc),
-                                    kCompute32F, kGemmDefault);
+  int status = 0;
+  for (int64_t begin = 0; begin < p.k && status == 0; begin += part) {
+    const int64_t k = std::min(part, p.k - begin);
+    const bool add = p.accumulate || begin > 0;
+    const void* alpha = on_device ? on_device : &one;
+    const void* beta = on_device ? on_device + (add ? 2 : 1) : add ? &one : &zero;
+    const void* a = static_cast<const char*>(p.a) + begin * element * (p.transpose_a ? p.lda : 1);
+    const void* b = static_cast<const char*>(p.b) + begin * element * (p.transpose_b ? 1 : p.ldb);
+    // Row-major C = A B is column-major C^T = B^T A^T.
+    status = cublas.gemm_ex(handle, p.transpose_b ? kOpT : kOpN, p.transpose_a ? kOpT : kOpN, int(p.n), int(p.m), int(k), alpha, b, type_of(p.ab_dtype),
+                            int(p.ldb), a, type_of(p.ab_dtype), int(p.lda), beta, p.c, type_of(p.c_dtype), int(p.ldc), kCompute32F, kGemmDefault);
+  }
   if (on_device) cublas.set_pointer_mode(handle, kPointerHost);
   if (status != 0)
     throw std::runtime_error("syncfree: cublasGemmEx failed with status " + std::to_string(status) + " for m=" + std::to_string(p.m) + " n=" +

@@ -1,0 +1,69 @@
+# The commands of this project; `make` alone lists them. Each installs what it needs into .venv, or uses the Python at
+# hand where that one has everything (tools/environment.py).
+#
+#   PYTHON   the Python to start from                         make test PYTHON=python3.12
+#   TORCH    what to install where no torch >= 2.11 is found  make demo TORCH=torch==2.12.0
+#   ARGS     arguments of the demo                            make demo ARGS="--steps 50 --dtype bfloat16"
+#   PYTEST   arguments of pytest                              make test PYTEST="-k edges -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+ARGS ?=
+PYTEST ?=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+CXX_FILES = $$(find csrc tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
+
+# $(call python,NAMES) sets py to an interpreter with the packages of requirements/NAMES.txt, its tools first on the PATH.
+python = py=$$($(PYTHON) tools/environment.py --venv '$(VENV)' --torch '$(TORCH)' $(1)); PATH="$${py%/*}:$$PATH"
+# Compiles in place what has changed since the last time.
+compile = "$$py" setup.py --quiet egg_info build_ext --inplace
+
+.PHONY: help
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## train a small language model with the fused head and with the plain one, side by side
+	@$(call python,build demo); $(compile); "$$py" examples/train_lm.py $(ARGS)
+
+.PHONY: test
+test: ## run the tests (on the GPU too, if there is one)
+	@$(call python,build test); $(compile); "$$py" -m pytest -m 'not slow' $(PYTEST)
+
+.PHONY: test-cuda
+test-cuda: ## run all tests, the slow ones too, and fail where no GPU is found
+	@$(call python,build test); $(compile); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
+
+.PHONY: build
+build: ## compile the libraries in place
+	@$(call python,build); $(compile)
+
+.PHONY: lint
+lint: ## ruff, mypy and clang-format, changing nothing
+	@$(call python,build lint); set -x; \
+	"$$py" -m ruff check .; \
+	"$$py" -m ruff format --check .; \
+	"$$py" -m mypy; \
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+.PHONY: format
+format: ## apply ruff and clang-format
+	@$(call python,build lint); set -x; \
+	"$$py" -m ruff check --fix .; \
+	"$$py" -m ruff format .; \
+	clang-format -i $(CXX_FILES)
+
+.PHONY: wheel
+wheel: ## build the wheel into dist/
+	@$(call python,build); "$$py" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .; ls -l dist
+
+.PHONY: clean
+clean: ## remove build outputs and caches; .venv stays
+	rm -rf build dist wheelhouse *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis compile_commands.json
+	rm -f syncfree_ext/*.so demo.png demo.json
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

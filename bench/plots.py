@@ -1,0 +1,311 @@
+"""The plots, as PNG and SVG on a transparent ground, in tones that can be read on a light and on a dark page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import labels
+from .results import Record
+
+GREY = "#7a838e"
+GRID = "#7a838e40"
+_OURS = "#e8590c"
+_COLOURS = {
+    "torch": "#4c8dd6",
+    "torch-fp32": "#4c8dd6",
+    "torch-compile": "#3a72c0",
+    "torch-lce": "#7aa7d9",
+    "liger": "#2f9e5f",
+    "liger-c8": "#55b87f",
+    "liger-c16": "#55b87f",
+    "liger-fp32": "#3c8a5c",
+    "liger-c8-fp32": "#3c8a5c",
+    "liger-sm90": "#8cbf3f",
+    "cce": "#a678de",
+    "cce-exact": "#8a56c9",
+    "quack": "#c9a227",
+    "quack-exp": "#d4b84f",
+    "fla": "#d16ba5",
+}
+_STYLE: dict[str, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "axes.titlecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "legend.frameon": False,
+    "legend.labelcolor": GREY,
+    # The same file from the same figures.
+    "svg.hashsalt": "bench",
+}
+
+
+def is_ours(head: str) -> bool:
+    return head.startswith("syncfree")
+
+
+def colour(head: str) -> str:
+    return _OURS if is_ours(head) else _COLOURS.get(head.partition("@")[0], GREY)
+
+
+def _line(head: str) -> dict[str, Any]:
+    lean = head.startswith("syncfree-lean")
+    return {
+        "color": colour(head),
+        "linewidth": 2.4 if is_ours(head) else 1.3,
+        "linestyle": "--" if lean else "-",
+        "marker": "D" if is_ours(head) else "o",
+        "markersize": 5 if is_ours(head) else 3.5,
+        "zorder": 5 if is_ours(head) else 3,
+        "label": head,
+    }
+
+
+def _median(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other point beats or equals in both coordinates, by rising x."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(set(points)):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def _ok(data: dict[str, Any], routine: str, *needed: str) -> list[Record]:
+    return [
+        r for r in data["records"] if r["routine"] == routine and r["status"] == "ok" and all(n in r for n in needed)
+    ]
+
+
+def _device(data: dict[str, Any]) -> str:
+    return ", ".join(sorted({e["device"] for e in data["environments"].values()}))
+
+
+def _unique(values: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+# Heads this many times slower than the fastest sit on the upper edge, with their figure beside their name: what matters
+# is the order of those that are close.
+_CLIP = 1.75
+_TICKS = [m * 10**e for e in range(7) for m in (1, 2, 3, 5)]
+
+
+def _pareto_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
+    """Time against peak memory, a panel for each batch; the front of all heads is drawn through."""
+    batches = _unique([(r["shape"], r["dtype"], r["data"]) for r in records])
+    columns = min(2, len(batches))
+    rows = -(-len(batches) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), squeeze=False)
+    title = f"Forward and backward: time against memory, lower left is better. {where}"
+    figure.suptitle(title, x=0.01, ha="left")
+    for axis, batch in zip(axes.flat, batches, strict=False):
+        _pareto_panel(axis, [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch])
+    for axis in list(axes.flat)[len(batches) :]:
+        axis.set_visible(False)
+    # Where the names fit depends on where everything else is.
+    figure.tight_layout()
+    figure.canvas.draw()
+    for axis, batch in zip(axes.flat, batches, strict=False):
+        _pareto_names(axis, [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch])
+    return figure
+
+
+def _pareto_points(records: Sequence[Record]) -> tuple[list[tuple[float, float]], list[float], bool]:
+    """The points as drawn, their true times, and whether these are ratios to the limit."""
+    relative = all("x_limit" in r for r in records)
+    times = [r["x_limit"] if relative else _median(r["train_ms"]) for r in records]
+    edge = _CLIP * min(times)
+    return [(r["peak_mib"], min(t, edge)) for r, t in zip(records, times, strict=True)], times, relative
+
+
+def _pareto_panel(axis: Any, records: Sequence[Record]) -> None:
+    points, times, relative = _pareto_points(records)
+    edge = _CLIP * min(times)
+    front = pareto([(r["peak_mib"], t) for r, t in zip(records, times, strict=True)])
+    clipped = [(x, min(y, edge)) for x, y in front]
+    axis.step(*zip(*clipped, strict=True), where="post", color=GREY, linewidth=1, linestyle=":", zorder=2)
+    for record, (x, y), time in zip(records, points, times, strict=True):
+        ours = is_ours(record["head"])
+        marker = "^" if time > edge else "D" if ours else "o"
+        axis.scatter(x, y, s=70 if ours else 36, color=colour(record["head"]), marker=marker, zorder=4, clip_on=False)
+    if relative:
+        axis.axhline(1.0, color=GREY, linewidth=1)
+    axis.set_xscale("log")
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    axis.set_xlim(low / 1.25, high * 1.35)
+    axis.set_ylim(0.93 * min(1.0, *times) if relative else 0.9 * min(times), edge * 1.03)
+    axis.set_xticks([t for t in _TICKS if low / 1.2 <= t <= high * 1.3], minor=False)
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    first = records[0]
+    kind = "" if first["data"] == "unit" else f", {first['data']} data"
+    size = f"{first['BT']}×{first['H']}×{first['V']}"
+    axis.set_title(f"{first['shape']}  {size}, {first['dtype']}{kind}", loc="left")
+    axis.set_xlabel("peak memory above the inputs, MiB")
+    axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
+
+
+def _pareto_names(axis: Any, records: Sequence[Record]) -> None:
+    points, times, relative = _pareto_points(records)
+    order = sorted(range(len(records)), key=lambda i: (not is_ours(records[i]["head"]), times[i]))
+    names, styles = [], []
+    for i in order:
+        head = records[i]["head"]
+        far = times[i] > points[i][1]
+        names.append(head + (f" {times[i]:.2f}×" if relative else f" {times[i]:.0f} ms") * far)
+        styles.append(
+            {"color": colour(head), "fontsize": 8, "fontweight": "bold" if is_ours(head) else "normal", "zorder": 6}
+        )
+    labels.place(axis, [points[i] for i in order], names, styles)
+
+
+def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
+    """Time against the ignored share, a panel for each batch."""
+    batches = _unique([(r["shape"], r["dtype"], r["data"]) for r in records])
+    figure, axes = plt.subplots(1, len(batches), figsize=(6.4 * len(batches), 4.2), squeeze=False)
+    for axis, batch in zip(axes.flat, batches, strict=True):
+        shown = [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch]
+        relative = all("x_limit" in r for r in shown if r["head"] != "limit")
+        for head in _unique([r["head"] for r in shown if not r["head"].startswith("limit")]):
+            line = sorted(
+                (r["ignored"], r["x_limit"] if relative else _median(r["train_ms"])) for r in shown if r["head"] == head
+            )
+            axis.plot([100 * x for x, _ in line], [y for _, y in line], **_line(head))
+        if relative:
+            axis.plot(
+                [0, 100], [1, 0], color=GREY, linewidth=1, linestyle=":", label="three products of the rows that count"
+            )
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("ignored targets, %")
+        axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
+        axis.set_title(f"{batch[0]}, {batch[1]}: what ignored tokens cost. {where}", loc="left")
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def _scale_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
+    """TFLOP/s against the rows, on one dtype and data set."""
+    figure, axis = plt.subplots(figsize=(6.4, 4.2))
+    for head in _unique([r["head"] for r in records]):
+        line = sorted((r["BT"], r["tflops"]) for r in records if r["head"] == head)
+        style = _line(head)
+        if head == "limit":
+            style |= {"color": GREY, "linestyle": ":", "marker": "", "label": "three matrix products"}
+        axis.plot(*zip(*line, strict=True), **style)
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(bottom=0)
+    axis.set_xticks(sorted({r["BT"] for r in records}))
+    axis.xaxis.set_major_formatter(lambda v, _: f"{v / 1024:g}k" if v >= 1024 else f"{v:g}")
+    axis.set_xlabel("rows (tokens)")
+    axis.set_ylabel("TFLOP/s, forward and backward")
+    axis.set_title(f"{records[0]['base']}: {records[0]['H']} hidden, {records[0]['V']} classes. {where}", loc="left")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def _backlog_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
+    """How long the head holds the host, and the GPU, while a copy drains; a pair of bars for each head."""
+    records = [r for r in records if r["shape"] == records[0]["shape"]]
+    figure, axis = plt.subplots(figsize=(7.4, 0.9 + 0.62 * len(records)))
+    for i, record in enumerate(reversed(records)):
+        tone = colour(record["head"])
+        for offset, prefix, strength in ((0.2, "host", 1.0), (-0.2, "gpu", 0.4)):
+            forward, backward = (_median(record[f"{prefix}_{part}_ms"]) for part in ("forward", "backward"))
+            axis.barh(i + offset, forward, height=0.34, color=tone, alpha=strength)
+            axis.barh(
+                i + offset,
+                backward,
+                left=forward,
+                height=0.34,
+                color=tone,
+                alpha=strength,
+                hatch="////",
+                edgecolor=GREY,
+                linewidth=0,
+            )
+            axis.text(
+                forward + backward,
+                i + offset,
+                f" {prefix if prefix == 'host' else 'GPU'} {forward:.3g} + {backward:.3g}",
+                va="center",
+                fontsize=7.5,
+            )
+    axis.set_yticks(range(len(records)), [r["head"] for r in reversed(records)])
+    copy_ms = records[0].get("copy_ms", 0.0)
+    if copy_ms:
+        axis.axvline(copy_ms, color=GREY, linewidth=1, linestyle=":")
+        axis.text(copy_ms, len(records) - 0.45, " copy done", fontsize=7.5)
+    axis.margins(x=0.2)
+    axis.grid(False, axis="y")
+    axis.set_xlabel("ms; solid: forward, hatched: backward")
+    axis.set_title(f"{records[0]['shape']}: held by the head while a copy to the host drains. {where}", loc="left")
+    figure.tight_layout()
+    return figure
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """What a figure shows, and how it is drawn: draw(pyplot, records, device)."""
+
+    select: Callable[[dict[str, Any]], list[Record]]
+    draw: Callable[[Any, Sequence[Record], str], Any]
+
+
+FIGURES = {
+    "pareto": _Figure(lambda data: _ok(data, "flce", "peak_mib", "train_ms"), _pareto_figure),
+    "cpu": _Figure(lambda data: _ok(data, "cpu", "peak_mib", "train_ms"), _pareto_figure),
+    "ragged": _Figure(lambda data: _ok(data, "ragged", "train_ms"), _ragged_figure),
+    "scale": _Figure(lambda data: [r for r in _ok(data, "scale", "train_ms") if r["axis"] == "BT"], _scale_figure),
+    "backlog": _Figure(
+        lambda data: [r for r in _ok(data, "backlog", "host_forward_ms") if r["variant"] == "upstream 1"],
+        _backlog_figure,
+    ),
+}
+
+
+def drawable(data: dict[str, Any]) -> list[str]:
+    """The names of the figures that the records allow."""
+    return [name for name, figure in FIGURES.items() if figure.select(data)]
+
+
+def save_all(data: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw what the records allow; the paths written, PNG and SVG of each figure."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    written = []
+    names = drawable(data)
+    if names:
+        folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(_STYLE):
+        for name in names:
+            figure = FIGURES[name].draw(plt, FIGURES[name].select(data), _device(data))
+            # Without the date and the version, so that the same results give the same file.
+            for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+                path = folder / f"{name}.{suffix}"
+                figure.savefig(path, dpi=160, metadata=metadata, transparent=True)
+                written.append(path)
+            plt.close(figure)
+    return written

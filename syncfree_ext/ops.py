@@ -1,0 +1,415 @@
+"""Autograd and the composite bodies of the ops that csrc/schemas.cpp defines in the namespace `syncfree`.
+
+`flce` and `cross_entropy` are composites: their bodies here read what the stable ABI of the compiled library cannot
+read (requires_grad, grad mode, autocast) and call `flce_forward` and `cross_entropy_forward`, which carry autograd.
+
+Nothing here waits for the device. The mathematics is in docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import _fakes  # noqa: F401  (registers the fakes)
+
+_syncfree = torch.ops.syncfree
+
+# The dispatcher drops registrations together with the library object that made them.
+_library: Any = torch.library.Library("syncfree", "IMPL")
+
+# The options that are tensors. None of them is differentiable.
+_OPTION_TENSORS = ("weight", "token_weight", "num_items", "logit_scale_tensor", "z_loss_weight_tensor")
+
+
+# ----------------------------------------------------------------------------------------------------------- composites
+
+
+def _refuse_gradients_of_options(op: str, options: dict[str, Any]) -> None:
+    for name in _OPTION_TENSORS:
+        tensor = options.get(name)
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"syncfree::{op}: {name.removesuffix('_tensor')} must not require grad, because no gradient is "
+                "computed for it; got a tensor with requires_grad=True (detach it)"
+            )
+
+
+def _compute_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
+    """The dtype of the matrix products: that of the operands, or autocast's unless both are float64, as in torch."""
+    device = input.device.type
+    # torch 2.11's Dynamo cannot trace torch.amp.is_autocast_available; these are the devices that kernels exist for.
+    if (
+        device in ("cpu", "cuda")
+        and torch.is_autocast_enabled(device)
+        and torch.float64 not in (input.dtype, linear_weight.dtype)
+    ):
+        return torch.get_autocast_dtype(device)
+    if linear_weight.dtype != input.dtype:
+        raise TypeError(
+            f"syncfree::flce: linear_weight must have the dtype of input, {input.dtype}, got {linear_weight.dtype}"
+        )
+    return input.dtype
+
+
+def _is_lean(accum_dtype: torch.dtype | None, compute: torch.dtype, linear_weight: Tensor) -> bool:
+    """Whether the weight gradient is added up over chunks in bfloat16. float16 has not the range for it."""
+    if accum_dtype is None or accum_dtype == torch.float32:
+        return False
+    if accum_dtype not in (compute, linear_weight.dtype):
+        raise ValueError(
+            "syncfree::flce: accum_dtype must be None, torch.float32 or the dtype of linear_weight, "
+            f"{linear_weight.dtype}, got {accum_dtype}"
+        )
+    return accum_dtype == compute == torch.bfloat16
+
+
+def flce_outputs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Call `flce_forward` for the gradients that a backward will ask for, in the dtype that autocast asks for.
+
+    Args:
+        input: (rows, H), any strides.
+        linear_weight: (V, H), in the dtype of input unless autocast is on.
+        target: (rows,) or (B, T) with B * T = rows; int64 or int32.
+        linear_bias: (V,), any floating dtype.
+        reduction: "mean", "sum" or "none".
+        accum_dtype: as in `linear_cross_entropy`.
+        options: the other options of `flce`, and the need_* flags of the outputs beside the loss.
+
+    Returns:
+        The ten outputs of `flce_forward`. Only the first, the loss, is differentiable.
+
+    Raises:
+        TypeError: the dtypes of input and linear_weight differ outside autocast.
+        ValueError: accum_dtype is not one of those allowed, or an option tensor requires grad.
+    """
+    _refuse_gradients_of_options("flce", options)
+    compute = _compute_dtype(input, linear_weight)
+    # "none" has no gradient before the upstream gradient of each row is known.
+    differentiate = torch.is_grad_enabled() and reduction != "none"
+    outputs: tuple[Tensor, ...] = _syncfree.flce_forward(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        reduction=reduction,
+        lean=_is_lean(accum_dtype, compute, linear_weight),
+        compute_dtype=None if input.dtype == compute == linear_weight.dtype else compute,
+        need_dx=differentiate and input.requires_grad,
+        need_dw=differentiate and linear_weight.requires_grad,
+        need_db=differentiate and linear_bias is not None and linear_bias.requires_grad,
+        **options,
+    )
+    return outputs
+
+
+def _flce(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return flce_outputs(input, linear_weight, target, linear_bias, **options)[0]
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    _refuse_gradients_of_options("cross_entropy", options)
+    loss: Tensor = _syncfree.cross_entropy_forward(logits, target, **options)[0]
+    return loss
+
+
+_library.impl("flce", _flce, "CompositeImplicitAutograd")
+_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+# torch.library.register_autograd refuses schemas with keyword-only tensors, so the kernels of the Autograd key are
+# registered here as it would register them. The Function has a forward(ctx, ...) and no setup_context, which also costs
+# a third of the host time.
+
+
+def _below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def _is_differentiated(op: str, *leaves: Tensor | None) -> bool:
+    # Inside a forward-AD level the Function is entered too: it raises for a dual number, whose tangent would be lost.
+    needed = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    needed = needed or forward_ad._current_level >= 0
+    if needed and torch._C._are_functorch_transforms_active():
+        _refuse_transform(op)
+    return needed
+
+
+def _refuse_transform(op: str) -> NoReturn:
+    raise RuntimeError(
+        f"syncfree::{op}: transforms of torch.func (grad, vjp, jvp, vmap, ...) are not supported; use "
+        "torch.autograd.grad or backward(), and write a batch as leading dimensions"
+    )
+
+
+def _is_traced() -> bool:
+    """Whether the operations that run now are being written down to be run later.
+
+    A gradient that an earlier traced operation produced must not be written to then: the graph could run its backward
+    again. Fake tensors without a tracer (a memory estimate, say) are as good as eager.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch.utils._python_dispatch._detect_infra_mode(key) for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+class _OnceDifferentiable(Function):
+    """Identity on `count` gradients, whose derivative is an error. The other tensors are what they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(gradient.detach() for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"syncfree::{ctx.op}: double backward is not supported; its gradients cannot be differentiated"
+        )
+
+
+def _once_differentiable(
+    op: str, gradients: Sequence[Tensor | None], anchors: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients themselves, or under create_graph=True gradients that raise when they are differentiated."""
+    if not torch.is_grad_enabled():
+        return tuple(gradients)
+    present = [gradient for gradient in gradients if gradient is not None]
+    tracked = [anchor for anchor in anchors if anchor is not None and anchor.requires_grad]
+    results = iter(_OnceDifferentiable.apply(op, len(present), *present, *tracked))
+    return tuple(None if gradient is None else next(results) for gradient in gradients)
+
+
+def _scaled(gradient: Tensor, scale: Tensor, row_scale: Tensor) -> Tensor:
+    # The factor is applied in the wide dtype: as a 0-D operand beside a bfloat16 tensor it would be rounded first.
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    factor = scale.to(wide)
+    if row_scale.numel() > 0:
+        factor = (factor * row_scale).unsqueeze(1)
+    return (gradient.to(wide) * factor).to(gradient.dtype)
+
+
+class _FlceForward(Function):
+    """Autograd of `flce_forward`.
+
+    The gradients that forward computed for an upstream gradient of 1 are kept in `ctx.gradients`, not among the saved
+    tensors: the first backward scales them in place and gives them away, and a saved tensor may not change. A later
+    backward recomputes from the saved tensors, where the version counter finds inputs that were changed in between. The
+    outputs are marked as not differentiable and so do not refer back to ctx: no reference cycle keeps them alive.
+    db stays in the accumulator's dtype; autograd casts it to that of its leaf.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        keyset: Any,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, ...]:
+        op = _syncfree.flce_forward.default
+        outputs: tuple[Tensor, ...] = tuple(
+            _below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options)
+        )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.computed = tuple(bool(options.get(name)) for name in ("need_dx", "need_dw", "need_db"))
+        ctx.gradients = outputs[5:]
+        ctx.save_for_backward(
+            input, linear_weight, target, linear_bias, *(options.get(name) for name in _OPTION_TENSORS)
+        )
+        ctx.options = {
+            name: value
+            for name, value in options.items()
+            if name not in _OPTION_TENSORS and not name.startswith("need_")
+        }
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream = grad_outputs[0]
+        needed = ctx.needs_input_grad[:3]
+        if upstream is None or not any(needed):
+            return (None,) * 6
+        with torch.no_grad():
+            kept = ctx.gradients
+            if kept is None or any(need and not has for need, has in zip(needed, ctx.computed, strict=True)):
+                gradients = _FlceForward._recompute(ctx, upstream, needed)
+            elif _is_traced():
+                gradients = _FlceForward._scale_copies(ctx, upstream, needed)
+            else:
+                gradients = _FlceForward._give_away(ctx, upstream, needed)
+        if torch.is_grad_enabled():
+            gradients = _once_differentiable("flce_forward", gradients, (upstream, *ctx.saved_tensors[:4]))
+        return (*gradients, None, None, None)
+
+    @staticmethod
+    def _recompute(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        hidden, linear_weight, target, linear_bias, *tensors = ctx.saved_tensors
+        gradients = _syncfree.flce_backward(
+            upstream,
+            hidden,
+            linear_weight,
+            target,
+            linear_bias,
+            **dict(zip(_OPTION_TENSORS, tensors, strict=True)),
+            **ctx.options,
+            need_dx=needed[0],
+            need_dw=needed[1],
+            need_db=needed[2],
+        )
+        return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+    @staticmethod
+    def _scale_copies(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        dx, dw, db, dx_scale, dw_scale = ctx.gradients
+        no_scale = dx_scale.new_empty((0,))
+        return (
+            _scaled(dx, upstream, dx_scale) if needed[0] else None,
+            _scaled(dw, upstream, dw_scale) if needed[1] else None,
+            _scaled(db, upstream, no_scale) if needed[2] else None,
+        )
+
+    @staticmethod
+    def _give_away(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        *gradients, dx_scale, dw_scale = ctx.gradients
+        ctx.gradients = None
+        row_scales = (dx_scale, dw_scale, dx_scale.new_empty((0,)))
+        _syncfree.scale_unless_one_(
+            [gradient for gradient, need in zip(gradients, needed, strict=True) if need],
+            upstream,
+            [row_scale for row_scale, need in zip(row_scales, needed, strict=True) if need],
+        )
+        return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+
+class _CrossEntropyForward(Function):
+    """Autograd of `cross_entropy_forward`. Nothing that is saved is written to, so any backward is like the first."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, keyset: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        op = _syncfree.cross_entropy_forward.default
+        outputs: tuple[Tensor, ...] = tuple(_below_autograd(op, keyset, logits, target, **options))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(logits, target, outputs[5], *(options.get(name) for name in _OPTION_TENSORS))
+        ctx.options = {
+            name: value
+            for name, value in options.items()
+            if name not in _OPTION_TENSORS and not name.startswith("need_")
+        }
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream = grad_outputs[0]
+        if upstream is None or not ctx.needs_input_grad[0]:
+            return (None,) * 4
+        logits, target, row_stats, *tensors = ctx.saved_tensors
+        options = dict(zip(_OPTION_TENSORS, tensors, strict=True))
+        with torch.no_grad():
+            gradient = _syncfree.cross_entropy_backward(upstream, logits, target, row_stats, **options, **ctx.options)
+        gradients = _once_differentiable("cross_entropy_forward", (gradient,), (upstream, logits))
+        return (*gradients, None, None, None)
+
+
+def _flce_forward_autograd(
+    keyset: Any,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
+        return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, keyset, options))
+    op = _syncfree.flce_forward.default
+    return tuple(_below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
+
+
+def _cross_entropy_forward_autograd(keyset: Any, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    if _is_differentiated("cross_entropy_forward", logits):
+        return tuple(_CrossEntropyForward.apply(logits, target, keyset, options))
+    return tuple(_below_autograd(_syncfree.cross_entropy_forward.default, keyset, logits, target, **options))
+
+
+_library.impl("flce_forward", _flce_forward_autograd, "Autograd", with_keyset=True)
+_library.impl("cross_entropy_forward", _cross_entropy_forward_autograd, "Autograd", with_keyset=True)
+
+
+# The gradients of flce_backward and cross_entropy_backward could be differentiated in principle; nothing here does. A
+# direct call raises in backward instead of giving wrong zeros.
+
+
+def _register_once_differentiable(name: str, leaves: int) -> None:
+    op = getattr(_syncfree, name).default
+
+    def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
+        anchors = args[:leaves]
+        result = _below_autograd(op, keyset, *args, **options)
+        if not _is_differentiated(name, *anchors):
+            return result
+        gradients = (result,) if isinstance(result, Tensor) else tuple(result)
+        gradients = _once_differentiable(name, gradients, anchors)
+        return gradients[0] if isinstance(result, Tensor) else gradients
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+_register_once_differentiable("flce_backward", 3)
+_register_once_differentiable("cross_entropy_backward", 2)
+
+
+def _scale_unless_one_versioned(
+    keyset: Any, grads: Sequence[Tensor], scale: Tensor, row_scales: Sequence[Tensor] | None = None
+) -> None:
+    # A kernel registered from the stable ABI does not count its writes: autograd would use a changed tensor silently.
+    torch.autograd.graph.increment_version(grads)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _syncfree.scale_unless_one_.default.redispatch(
+            keyset & torch._C._after_ADInplaceOrView_keyset, grads, scale, row_scales
+        )
+
+
+_library.impl("scale_unless_one_", _scale_unless_one_versioned, "ADInplaceOrView", with_keyset=True)
+
+
+def _refusing_kernel(name: str) -> Callable[..., NoReturn]:
+    def kernel(*_args: Any, **_options: Any) -> NoReturn:
+        _refuse_transform(name)
+
+    return kernel
+
+
+# Without a batching rule vmap would loop over the batch.
+for _name in (
+    "flce",
+    "cross_entropy",
+    "flce_forward",
+    "flce_backward",
+    "cross_entropy_forward",
+    "cross_entropy_backward",
+    "count_targets",
+    "scale_unless_one_",
+):
+    _library.impl(_name, _refusing_kernel(_name), "FuncTorchBatched")

@@ -1,0 +1,74 @@
+"""Devices, seeds and threads of the tests.
+
+Inputs are fresh in each session: the seed is drawn, shown in the header and set again through SYNCFREE_SEED. What a
+test draws depends on that seed and on the test's own name only, not on which tests ran before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+_SEED = "SYNCFREE_SEED"
+# Either name turns "no GPU" from a skip into a failure.
+_REQUIRE_CUDA = ("SYNCFREE_REQUIRE_CUDA", "SYNCFREE_FAIL_WITHOUT_CUDA")
+
+
+def _cuda_is_required() -> bool:
+    return any(os.environ.get(name, "0") not in ("", "0") for name in _REQUIRE_CUDA)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    # In the environment, so that the workers of pytest-xdist take the controller's.
+    os.environ.setdefault(_SEED, str(random.SystemRandom().randrange(2**31)))
+    torch.set_num_threads(max(1, min(4, int(os.environ.get("SYNCFREE_TEST_THREADS", os.cpu_count() or 1)))))
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return f"syncfree: {_SEED}={os.environ[_SEED]}, torch {torch.__version__}, CUDA device: {device}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that take `device` run on the CPU, and on the GPU too where there is one or there ought to be one."""
+    if "device" not in metafunc.fixturenames or metafunc.definition.get_closest_marker("cuda"):
+        return
+    if any("device" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return  # the test names its devices itself
+    devices = ["cpu"]
+    if torch.cuda.is_available() or _cuda_is_required():
+        devices.append(pytest.param("cuda", marks=pytest.mark.cuda))
+    metafunc.parametrize("device", devices, indirect=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        if _cuda_is_required():
+            pytest.fail("a CUDA device is required here, and torch finds none", pytrace=False)
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device under test. Tests marked cuda as a whole get the GPU alone."""
+    name = getattr(request, "param", "cuda")
+    yield torch.device(name, 0) if name == "cuda" else torch.device(name)
+    if name == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator for this test: the same inputs on every device, others in every session."""
+    name = request.node.name.replace("cuda", "device").replace("cpu", "device")
+    digest = hashlib.sha256(f"{os.environ[_SEED]} {request.node.path.name} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
