@@ -1,6 +1,7 @@
 """Thin driver: CMake builds the libraries, setuptools packs them.
 
-The two libraries use torch's stable ABI and CPython's limited API, so a wheel serves every Python >= 3.10 and every torch >= 2.11.
+The two libraries use the stable ABI of torch and the limited API of CPython, so a wheel serves every Python >= 3.10 and
+every torch >= 2.11.
 Environment: SYNCFREE_CUDA=0|1 (default: when nvcc is found), SYNCFREE_CUDA_ARCHS, SYNCFREE_NATIVE=1, MAX_JOBS.
 """
 

@@ -1,9 +1,10 @@
 // Every op of the library, read as its API. Kernels register beside their implementations: csrc/cpu/registration.cpp,
-// csrc/cuda/registration.cpp; fakes, autograd and the composite bodies are in syncfree_ext/ops.py. The mathematics is in
-// docs/semantics.md.
+// csrc/cuda/registration.cpp; fakes, autograd and the composite bodies are in syncfree_ext/ops.py. The mathematics is
+// in docs/semantics.md.
 //
 // Conventions
-//   BT rows, H hidden size, V classes. `target` may be [BT] or [B, T]; its last dimension is the sequence that `shift` moves along.
+//   BT rows, H hidden size, V classes. `target` may be [BT] or [B, T]; its last dimension is the sequence that `shift`
+// moves along.
 //   Output that was not asked for has shape [0]. No op reads device memory from the host.
 //   counts   float64[8] on the device: N, D, C, 1/divisor of the cross-entropy part, 1/divisor of the z part,
 //            max |weight|, max |row multiplier|, 0 (csrc/common/params.h names the slots).
@@ -20,34 +21,40 @@
 #define SYNCFREE_CHUNKS "SymInt? chunk_rows=None, SymInt? workspace_bytes=None"
 
 STABLE_TORCH_LIBRARY(syncfree, m) {
-  // The loss, differentiable in input, linear_weight and linear_bias. A composite: its body chooses what flce_forward computes.
+  // The loss, differentiable in input, linear_weight and linear_bias. A composite: its body chooses what flce_forward
+  // computes.
   m.def("flce(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, " SYNCFREE_TENSORS
         ", " SYNCFREE_OPTIONS ", " SYNCFREE_CHUNKS ", ScalarType? accum_dtype=None) -> Tensor");
 
-  // The loss and, where asked for, its gradients for an upstream gradient of 1. compute_dtype is the dtype of the matrix products
-  // (autocast); gradients come in the dtype of their leaf. A float16 gradient carries a power of two for each row:
-  // dx_scale[BT], dw_scale[V] (float32) hold the factors that remove it; they are empty for other dtypes.
-  m.def("flce_forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, " SYNCFREE_TENSORS
-        ", " SYNCFREE_OPTIONS ", " SYNCFREE_CHUNKS
-        ", bool lean=False, ScalarType? compute_dtype=None, bool need_dx=False, bool need_dw=False, bool need_db=False, "
-        "bool need_token_accuracy=False, bool need_predicted_tokens=False, bool need_logsumexp=False) -> "
-        "(Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logsumexp, Tensor dx, Tensor dw, "
-        "Tensor db, Tensor dx_scale, Tensor dw_scale)");
+  // The loss and, where asked for, its gradients for an upstream gradient of 1. compute_dtype is the dtype of the
+  // matrix products (autocast); gradients come in the dtype of their leaf. A float16 gradient carries a power of two
+  // for each row: dx_scale[BT], dw_scale[V] (float32) hold the factors that remove it; they are empty for other dtypes.
+  m.def(
+      "flce_forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, " SYNCFREE_TENSORS
+      ", " SYNCFREE_OPTIONS ", " SYNCFREE_CHUNKS
+      ", bool lean=False, ScalarType? compute_dtype=None, bool need_dx=False, bool need_dw=False, bool need_db=False, "
+      "bool need_token_accuracy=False, bool need_predicted_tokens=False, bool need_logsumexp=False) -> "
+      "(Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logsumexp, Tensor dx, Tensor dw, "
+      "Tensor db, Tensor dx_scale, Tensor dw_scale)");
 
   // The gradients alone, recomputed for any upstream gradient: 0-D for "mean" and "sum", [BT] for "none".
-  m.def("flce_backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, "
-        "*, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS ", " SYNCFREE_CHUNKS
-        ", bool lean=False, ScalarType? compute_dtype=None, bool need_dx=False, bool need_dw=False, bool need_db=False) -> "
-        "(Tensor dx, Tensor dw, Tensor db)");
+  m.def(
+      "flce_backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, "
+      "*, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS ", " SYNCFREE_CHUNKS
+      ", bool lean=False, ScalarType? compute_dtype=None, bool need_dx=False, bool need_dw=False, bool need_db=False) -> "
+      "(Tensor dx, Tensor dw, Tensor db)");
 
   // Cross-entropy of logits [rows, V] that the caller owns. The composite is differentiable in logits.
   m.def("cross_entropy(Tensor logits, Tensor target, *, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS ") -> Tensor");
-  // row_stats float[rows, 4] is what cross_entropy_backward needs to avoid a second pass for the statistics; float64 for float64.
-  m.def("cross_entropy_forward(Tensor logits, Tensor target, *, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS
-        ", bool need_token_accuracy=False, bool need_predicted_tokens=False, bool need_logsumexp=False) -> "
-        "(Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logsumexp, Tensor row_stats)");
-  m.def("cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor row_stats, *, " SYNCFREE_TENSORS
-        ", " SYNCFREE_OPTIONS ") -> Tensor");
+  // row_stats float[rows, 4] is what cross_entropy_backward needs to avoid a second pass for the statistics; float64
+  // for float64.
+  m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, *, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS
+      ", bool need_token_accuracy=False, bool need_predicted_tokens=False, bool need_logsumexp=False) -> "
+      "(Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logsumexp, Tensor row_stats)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor row_stats, *, " SYNCFREE_TENSORS
+      ", " SYNCFREE_OPTIONS ") -> Tensor");
 
   // Statistics of the targets and the list of valid rows, all on the device.
   m.def("count_targets(Tensor target, SymInt num_classes, *, " SYNCFREE_TENSORS

@@ -292,15 +292,17 @@ class _FlceForward(Function):
 
     @staticmethod
     def _give_away(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        *gradients, dx_scale, dw_scale = ctx.gradients
+        dx, dw, db, dx_scale, dw_scale = ctx.gradients
         ctx.gradients = None
-        row_scales = (dx_scale, dw_scale, dx_scale.new_empty((0,)))
-        _syncfree.scale_unless_one_(
-            [gradient for gradient, need in zip(gradients, needed, strict=True) if need],
-            upstream,
-            [row_scale for row_scale, need in zip(row_scales, needed, strict=True) if need],
-        )
-        return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+        gradients = (dx if needed[0] else None, dw if needed[1] else None, db if needed[2] else None)
+        row_scales = None
+        if torch.float16 in (dx.dtype, dw.dtype):
+            all_scales = (dx_scale, dw_scale, dx_scale.new_empty((0,)))
+            row_scales = [scale for scale, need in zip(all_scales, needed, strict=True) if need]
+        # Nobody has seen these tensors yet, so there is no version to count: straight to the kernel.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            _syncfree.scale_unless_one_.default([g for g in gradients if g is not None], upstream, row_scales)
+        return gradients
 
 
 class _CrossEntropyForward(Function):

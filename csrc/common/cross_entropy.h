@@ -22,13 +22,17 @@ inline void attach_logits(RowParams& p, const Counts& counts, const Tensor& logi
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(Tensor logits, Tensor target, SF_OPTION_PARAMETERS, bool need_token_accuracy,
-                                                                                 bool need_predicted_tokens, bool need_logsumexp) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(Tensor logits, Tensor target,
+                                                                                 SF_OPTION_PARAMETERS,
+                                                                                 bool need_token_accuracy,
+                                                                                 bool need_predicted_tokens,
+                                                                                 bool need_logsumexp) {
   constexpr const char* op = "syncfree::cross_entropy_forward";
   check_logits(op, logits);
   Backend backend(logits);
   const Tensor z = with_contiguous_rows(logits);
-  const LossInputs in(op, logits, acc_type(logits.scalar_type()), logits.size(0), logits.size(1), target, SF_OPTION_ARGUMENTS);
+  const LossInputs in(op, logits, acc_type(logits.scalar_type()), logits.size(0), logits.size(1), target,
+                      SF_OPTION_ARGUMENTS);
   const Counts counts = count(backend, in, Upstream());
   const LossOutputs outputs(in, logits, need_token_accuracy, need_predicted_tokens, need_logsumexp);
   const Tensor row_stats = new_empty(logits, {in.rows, 4}, in.acc);
@@ -41,15 +45,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
 }
 
 template <class Backend>
-Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor row_stats, SF_OPTION_PARAMETERS) {
+Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor row_stats,
+                              SF_OPTION_PARAMETERS) {
   constexpr const char* op = "syncfree::cross_entropy_backward";
   check_logits(op, logits);
   Backend backend(logits);
   const Tensor z = with_contiguous_rows(logits);
-  const LossInputs in(op, logits, acc_type(logits.scalar_type()), logits.size(0), logits.size(1), target, SF_OPTION_ARGUMENTS);
-  SF_CHECK(row_stats.dim() == 2 && row_stats.size(0) == in.rows && row_stats.size(1) == 4 && row_stats.is_contiguous() && row_stats.scalar_type() == in.acc, op,
-        ": row_stats must be what cross_entropy_forward gave, (", in.rows, ", 4) of ", name_of(in.acc), ", got ", shape_of(row_stats), " of ",
-        name_of(row_stats.scalar_type()));
+  const LossInputs in(op, logits, acc_type(logits.scalar_type()), logits.size(0), logits.size(1), target,
+                      SF_OPTION_ARGUMENTS);
+  SF_CHECK(row_stats.dim() == 2 && row_stats.size(0) == in.rows && row_stats.size(1) == 4 &&
+               row_stats.is_contiguous() && row_stats.scalar_type() == in.acc,
+           op, ": row_stats must be what cross_entropy_forward gave, (", in.rows, ", 4) of ", name_of(in.acc), ", got ",
+           shape_of(row_stats), " of ", name_of(row_stats.scalar_type()));
   check_same_device(op, "row_stats", row_stats, logits);
   const Upstream upstream(in, grad_output, logits);
   const Counts counts = count(backend, in, upstream);

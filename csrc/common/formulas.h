@@ -1,8 +1,9 @@
-// The loss of one row and the coefficients of its gradient, from statistics of its logits. Compiled for host and device, in float or
-// double. docs/semantics.md derives it.
+// The loss of one row and the coefficients of its gradient, from statistics of its logits. Compiled for host and
+// device, in float or double. docs/semantics.md derives it.
 //
-// With l the final logits, t the target: every quantity that would be a difference of nearly equal numbers is formed from the *other*
-// classes. S = sum_{j != t} e^(l_j - m) gives lse - l_t = log1p(S / e^(l_t - m)) and 1 - p_t = S / (S + e^(l_t - m)).
+// With l the final logits, t the target: every quantity that would be a difference of nearly equal numbers is formed
+// from the *other* classes. S = sum_{j != t} e^(l_j - m) gives lse - l_t = log1p(S / e^(l_t - m)) and 1 - p_t = S / (S
+// + e^(l_t - m)).
 #pragma once
 
 #include <cmath>
@@ -36,17 +37,19 @@ SF_HOST_DEVICE T smooth_base(T target_logit) {
 template <class T>
 struct RowConstants {
   T smoothing, logit_scale, z_weight, softcap;
-  T classes;         // V
-  T weight_total;    // C
-  T z_over_ce;       // reciprocal divisor of the z part over that of the cross-entropy part
-  T grad_factor;     // logit_scale x power of two of float16, and the divisor where g is final
+  T classes;       // V
+  T weight_total;  // C
+  T z_over_ce;     // reciprocal divisor of the z part over that of the cross-entropy part
+  T grad_factor;   // logit_scale x power of two of float16, and the divisor where g is final
   bool token_scaling;
 };
 
-// float16 g carries 2^half_exponent: |g| <= max|multiplier| max|c| |logit_scale| (2 + 2 z_weight lse) is brought to about 2^10 for lse up to
-// 128, which leaves a factor of 2^5 for larger ones and 24 binary digits below for small probabilities.
+// float16 g carries 2^half_exponent: |g| <= max|multiplier| max|c| |logit_scale| (2 + 2 z_weight lse) is brought to
+// about 2^10 for lse up to 128, which leaves a factor of 2^5 for larger ones and 24 binary digits below for small
+// probabilities.
 SF_HOST_DEVICE int half_exponent(const double* counts, double logit_scale, double z_weight) {
-  const double bound = std::fabs(counts[kMaxMultiplier] * std::fmax(counts[kMaxWeight], 1.0) * logit_scale) * (2.0 + 256.0 * std::fabs(z_weight));
+  const double bound = std::fabs(counts[kMaxMultiplier] * std::fmax(counts[kMaxWeight], 1.0) * logit_scale) *
+                       (2.0 + 256.0 * std::fabs(z_weight));
   if (!(bound > 0) || !std::isfinite(bound)) return 0;
   int e = 0;
   std::frexp(bound, &e);  // bound < 2^e
@@ -55,8 +58,8 @@ SF_HOST_DEVICE int half_exponent(const double* counts, double logit_scale, doubl
 }
 
 // The slots of counts from N, D, C and the maxima. num_items <= 0 counts as 1.
-SF_HOST_DEVICE void write_counts(double* counts, double n, double d, double c, double max_weight, double max_multiplier, Reduction reduction, bool weighted,
-                                 const double* num_items) {
+SF_HOST_DEVICE void write_counts(double* counts, double n, double d, double c, double max_weight, double max_multiplier,
+                                 Reduction reduction, bool weighted, const double* num_items) {
   double ce = 1.0, z = 1.0;
   if (reduction == Reduction::mean) {
     if (num_items) {
@@ -78,8 +81,12 @@ SF_HOST_DEVICE void write_counts(double* counts, double n, double d, double c, d
   counts[kCountSlots - 1] = 0.0;
 }
 
-SF_HOST_DEVICE double option_logit_scale(const LossOptions& o) { return o.logit_scale_ptr ? *o.logit_scale_ptr : o.logit_scale; }
-SF_HOST_DEVICE double option_z_weight(const LossOptions& o) { return o.z_loss_weight_ptr ? *o.z_loss_weight_ptr : o.z_loss_weight; }
+SF_HOST_DEVICE double option_logit_scale(const LossOptions& o) {
+  return o.logit_scale_ptr ? *o.logit_scale_ptr : o.logit_scale;
+}
+SF_HOST_DEVICE double option_z_weight(const LossOptions& o) {
+  return o.z_loss_weight_ptr ? *o.z_loss_weight_ptr : o.z_loss_weight;
+}
 
 template <class T>
 SF_HOST_DEVICE RowConstants<T> row_constants(const RowParams& p) {
@@ -106,8 +113,8 @@ SF_HOST_DEVICE RowConstants<T> row_constants(const RowParams& p) {
   return c;
 }
 
-// g_j = slope * e^(l_j - shift) - offset * c_j for j != t (c_j = 1 without class weights), g_t = target; with a softcap times
-// softcap_slope(l_j).
+// g_j = slope * e^(l_j - shift) - offset * c_j for j != t (c_j = 1 without class weights), g_t = target; with a softcap
+// times softcap_slope(l_j).
 template <class T>
 struct RowResult {
   T ce, z, logsumexp;
@@ -116,7 +123,8 @@ struct RowResult {
 
 // multiplier: token weight; upstream: gradient of this row's loss.
 template <class T>
-SF_HOST_DEVICE RowResult<T> row_result(const RowStats<T>& s, const RowConstants<T>& c, T target_weight, T multiplier, T upstream) {
+SF_HOST_DEVICE RowResult<T> row_result(const RowStats<T>& s, const RowConstants<T>& c, T target_weight, T multiplier,
+                                       T upstream) {
   RowResult<T> r;
   const T m = s.max_other > s.target_logit ? s.max_other : s.target_logit;
   const T others = s.sum_other > T(0) ? s.sum_other * std::exp(s.max_other - m) : s.sum_other;

@@ -1,4 +1,5 @@
-// C = alpha op(A) op(B) + (accumulate ? C : 0), row-major, sums in the accumulation type. Each side implements it on what torch has loaded.
+// C = alpha op(A) op(B) + (accumulate ? C : 0), row-major, sums in the accumulation type. Each side implements it on
+// what torch has loaded.
 #pragma once
 
 #include "params.h"
@@ -20,8 +21,9 @@ struct GemmParams {
   bool accumulate;
   const void* alpha;  // nullable: 1; else acc[3] = {alpha, 0, 1} where the product is computed, read there
   DType acc;
-  // The reduction may be summed in this many parts, each added to C. A long float32 sum loses digits as it grows: at 1024 products with a
-  // sum of 30, one part gave gradients of a confident model an error of 1.4e-5, four parts a third of that.
+  // The reduction may be summed in this many parts, each added to C. A long float32 sum loses digits as it grows: at
+  // 1024 products with a sum of 30, one part gave gradients of a confident model an error of 1.4e-5, four parts a third
+  // of that.
   int parts;
 };
 

@@ -7,18 +7,20 @@
 #include "tensor.h"
 
 // The option arguments of the schemas, in their order.
-#define SF_OPTION_PARAMETERS                                                                                                              \
-  OptionalTensor weight, OptionalTensor token_weight, OptionalTensor num_items, std::string reduction, int64_t ignore_index,              \
-      double label_smoothing, std::optional<double> softcap, bool token_scaling, double logit_scale, double z_loss_weight,                \
-      OptionalTensor logit_scale_tensor, OptionalTensor z_loss_weight_tensor, int64_t shift
-#define SF_OPTION_ARGUMENTS                                                                                                               \
-  weight, token_weight, num_items, reduction, ignore_index, label_smoothing, softcap, token_scaling, logit_scale, z_loss_weight,          \
-      logit_scale_tensor, z_loss_weight_tensor, shift
+#define SF_OPTION_PARAMETERS                                                                                           \
+  OptionalTensor weight, OptionalTensor token_weight, OptionalTensor num_items, std::string reduction,                 \
+      int64_t ignore_index, double label_smoothing, std::optional<double> softcap, bool token_scaling,                 \
+      double logit_scale, double z_loss_weight, OptionalTensor logit_scale_tensor,                                     \
+      OptionalTensor z_loss_weight_tensor, int64_t shift
+#define SF_OPTION_ARGUMENTS                                                                                            \
+  weight, token_weight, num_items, reduction, ignore_index, label_smoothing, softcap, token_scaling, logit_scale,      \
+      z_loss_weight, logit_scale_tensor, z_loss_weight_tensor, shift
 
 namespace syncfree {
 
 inline Reduction reduction_of(const char* op, const std::string& name) {
-  SF_CHECK(name == "none" || name == "mean" || name == "sum", op, ": reduction must be 'none', 'mean' or 'sum', got '", name, "'");
+  SF_CHECK(name == "none" || name == "mean" || name == "sum", op, ": reduction must be 'none', 'mean' or 'sum', got '",
+           name, "'");
   return name == "none" ? Reduction::none : name == "mean" ? Reduction::mean : Reduction::sum;
 }
 
@@ -26,36 +28,42 @@ struct LossInputs {
   const char* op;
   ScalarType acc;
   int64_t rows, num_classes, sequence, shift, ignore_index;
-  Tensor target;                                              // int64 [rows]
-  OptionalTensor weight, token_weight, num_items;             // acc [V], acc [rows], float64 [1]
-  OptionalTensor logit_scale_tensor, z_loss_weight_tensor;    // float64 [1]
+  Tensor target;                                            // int64 [rows]
+  OptionalTensor weight, token_weight, num_items;           // acc [V], acc [rows], float64 [1]
+  OptionalTensor logit_scale_tensor, z_loss_weight_tensor;  // float64 [1]
   LossOptions options;
 
-  LossInputs(const char* op_name, const Tensor& like, ScalarType acc_dtype, int64_t row_count, int64_t classes, const Tensor& targets, SF_OPTION_PARAMETERS)
+  LossInputs(const char* op_name, const Tensor& like, ScalarType acc_dtype, int64_t row_count, int64_t classes,
+             const Tensor& targets, SF_OPTION_PARAMETERS)
       : op(op_name), acc(acc_dtype), rows(row_count), num_classes(classes), shift(shift), ignore_index(ignore_index) {
     SF_CHECK(classes >= 1, op, ": expected at least one class, got ", classes);
     SF_CHECK(rows <= INT32_MAX, op, ": expected at most 2^31 - 1 rows, got ", rows);
-    SF_CHECK(targets.scalar_type() == ScalarType::Long || targets.scalar_type() == ScalarType::Int, op, ": target must be int64 or int32, got ",
-          name_of(targets.scalar_type()));
-    SF_CHECK(targets.dim() >= 1 && targets.numel() == rows, op, ": target must have one entry for each of ", rows, " rows, got shape ", shape_of(targets));
+    SF_CHECK(targets.scalar_type() == ScalarType::Long || targets.scalar_type() == ScalarType::Int, op,
+             ": target must be int64 or int32, got ", name_of(targets.scalar_type()));
+    SF_CHECK(targets.dim() >= 1 && targets.numel() == rows, op, ": target must have one entry for each of ", rows,
+             " rows, got shape ", shape_of(targets));
     check_same_device(op, "target", targets, like);
     SF_CHECK(shift >= 0, op, ": shift must be >= 0, got ", shift);
-    SF_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ", label_smoothing);
+    SF_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ",
+             label_smoothing);
     SF_CHECK(!softcap || *softcap > 0, op, ": softcap must be > 0, got ", softcap.value_or(0));
     options.reduction = reduction_of(op, reduction);
-    SF_CHECK(!num_items || options.reduction == Reduction::mean, op, ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
+    SF_CHECK(!num_items || options.reduction == Reduction::mean, op,
+             ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
     target = flat(targets, ScalarType::Long);
     sequence = targets.size(targets.dim() - 1);
     if (weight) {
       check_floating(op, "weight", *weight);
       check_same_device(op, "weight", *weight, like);
-      SF_CHECK(weight->dim() == 1 && weight->size(0) == classes, op, ": weight must have shape (", classes, ",), got ", shape_of(*weight));
+      SF_CHECK(weight->dim() == 1 && weight->size(0) == classes, op, ": weight must have shape (", classes, ",), got ",
+               shape_of(*weight));
       this->weight = flat(*weight, acc);
     }
     if (token_weight) {
       check_floating(op, "token_weight", *token_weight);
       check_same_device(op, "token_weight", *token_weight, like);
-      SF_CHECK(token_weight->numel() == rows, op, ": token_weight must have one entry for each of ", rows, " rows, got shape ", shape_of(*token_weight));
+      SF_CHECK(token_weight->numel() == rows, op, ": token_weight must have one entry for each of ", rows,
+               " rows, got shape ", shape_of(*token_weight));
       this->token_weight = flat(*token_weight, acc);
     }
     this->num_items = scalar("num_items", num_items, like);
@@ -94,7 +102,8 @@ struct Upstream {
     check_same_device(in.op, "grad_output", grad, like);
     check_floating(in.op, "grad_output", grad);
     if (in.is_none()) {
-      SF_CHECK(grad.dim() == 1 && grad.size(0) == in.rows, in.op, ": grad_output must have shape (", in.rows, ",), got ", shape_of(grad));
+      SF_CHECK(grad.dim() == 1 && grad.size(0) == in.rows, in.op, ": grad_output must have shape (", in.rows,
+               ",), got ", shape_of(grad));
       tensor = grad.scalar_type() == in.acc ? grad : torch::stable::to(grad, in.acc);
       per_row = tensor->const_data_ptr();
       stride = tensor->stride(0);
@@ -109,7 +118,8 @@ struct Upstream {
 struct Counts {
   Tensor counts, rows;
   Chunk chunk(int64_t first, int64_t size) const {
-    return {static_cast<const double*>(counts.const_data_ptr()), static_cast<const int32_t*>(rows.const_data_ptr()), first, size};
+    return {static_cast<const double*>(counts.const_data_ptr()), static_cast<const int32_t*>(rows.const_data_ptr()),
+            first, size};
   }
 };
 
@@ -158,7 +168,8 @@ struct LossOutputs {
   Tensor loss, z_loss, token_accuracy, predicted_tokens, logsumexp;
   Tensor ce, z, correct;  // per row
 
-  LossOutputs(const LossInputs& in, const Tensor& like, bool need_token_accuracy, bool need_predicted_tokens, bool need_logsumexp)
+  LossOutputs(const LossInputs& in, const Tensor& like, bool need_token_accuracy, bool need_predicted_tokens,
+              bool need_logsumexp)
       : loss(in.is_none() ? new_empty(like, {in.rows}, in.acc) : new_empty(like, {}, in.acc)),
         z_loss(in.is_none() ? new_empty(like, {in.rows}, in.acc) : new_empty(like, {}, in.acc)),
         token_accuracy(!need_token_accuracy ? new_empty(like, {0}, ScalarType::Float)

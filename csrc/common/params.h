@@ -1,7 +1,8 @@
 // Parameters of every kernel, shared by the CPU and the CUDA side. No torch here, and no device code.
 //
-// Conventions: row-major matrices with a pitch in elements; int64 offsets; "acc" is the accumulation type, float, or double where the
-// products are double (CPU only). Pointers named in "nullable" comments may be null; all others must be valid.
+// Conventions: row-major matrices with a pitch in elements; int64 offsets; "acc" is the accumulation type, float, or
+// double where the products are double (CPU only). Pointers named in "nullable" comments may be null; all others must
+// be valid.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +14,12 @@ enum class Reduction : int32_t { none, mean, sum };
 
 // Slots of `counts`, the float64 vector on the device that every later stage reads.
 enum CountSlot : int32_t {
-  kCountRows = 0,      // N, rows with a target to score
-  kCountWeight = 1,    // D, their summed class weights; N without class weights
-  kCountClasses = 2,   // C, all class weights summed; V without class weights
-  kInverseCe = 3,      // reciprocal divisor of the cross-entropy part: 0 when N = 0, NaN when the divisor is 0 and N > 0
-  kInverseZ = 4,       // reciprocal divisor of the z part
-  kMaxWeight = 5,      // max |class weight|, 1 without class weights
+  kCountRows = 0,     // N, rows with a target to score
+  kCountWeight = 1,   // D, their summed class weights; N without class weights
+  kCountClasses = 2,  // C, all class weights summed; V without class weights
+  kInverseCe = 3,     // reciprocal divisor of the cross-entropy part: 0 when N = 0, NaN when the divisor is 0 and N > 0
+  kInverseZ = 4,      // reciprocal divisor of the z part
+  kMaxWeight = 5,     // max |class weight|, 1 without class weights
   kMaxMultiplier = 6,  // max |token weight x upstream| over the scored rows, 1 without either
   kCountSlots = 8,
 };
@@ -102,13 +103,15 @@ struct RowParams {
   int64_t* predicted;  // argmax, ties to the lowest index
   void* logsumexp;     // acc
 
-  // row_stats: acc [all rows, 4], of row i, in the order of RowStats. Written when read_stats is false, read instead of a first pass when true; nullable.
+  // row_stats: acc [all rows, 4], of row i, in the order of RowStats. Written when read_stats is false, read instead of
+  // a first pass when true; nullable.
   void* row_stats;
   bool read_stats;
 
-  // Gradient of the logits (before bias and logit_scale: of x W^T), nullable. May be the memory of logits, row on row, when its
-  // elements are not larger; never otherwise. In a chunk: no divisor, rows past the live ones are zeroed, float16 carries
-  // 2^half_exponent(counts). With `divide` (cross_entropy): final, times reciprocal divisors and upstream_scalar.
+  // Gradient of the logits (before bias and logit_scale: of x W^T), nullable. May be the memory of logits, row on row,
+  // when its elements are not larger; never otherwise. In a chunk: no divisor, rows past the live ones are zeroed,
+  // float16 carries 2^half_exponent(counts). With `divide` (cross_entropy): final, times reciprocal divisors and
+  // upstream_scalar.
   void* grad;
   DType grad_dtype;
   int64_t grad_pitch;
@@ -116,7 +119,8 @@ struct RowParams {
   const void* upstream_scalar;  // acc, nullable; only with divide
 };
 
-// alpha[3] = {1/divisor x upstream_scalar x 2^-half_exponent, 0, 1}: what turns a product with g into a gradient, and BLAS constants.
+// alpha[3] = {1/divisor x upstream_scalar x 2^-half_exponent, 0, 1}: what turns a product with g into a gradient, and
+// BLAS constants.
 struct AlphaParams {
   const double* counts;
   LossOptions options;
@@ -126,8 +130,8 @@ struct AlphaParams {
   void* alpha;  // acc [3]
 };
 
-// dx[row_index[first + k], :] = alpha * product[k, :]; ignored rows are written 0. float16: the row is normalised by a power of two and
-// row_scale[row] is the factor that removes it.
+// dx[row_index[first + k], :] = alpha * product[k, :]; ignored rows are written 0. float16: the row is normalised by a
+// power of two and row_scale[row] is the factor that removes it.
 struct StoreRowsParams {
   Chunk chunk;
   const void* product;  // acc [size, columns]

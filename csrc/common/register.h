@@ -5,10 +5,10 @@
 #include "cross_entropy.h"
 #include "flce.h"
 
-#define SYNCFREE_REGISTER(m, Backend)                                                        \
-  m.impl("flce_forward", TORCH_BOX(&syncfree::flce_forward<Backend>));                       \
-  m.impl("flce_backward", TORCH_BOX(&syncfree::flce_backward<Backend>));                     \
-  m.impl("cross_entropy_forward", TORCH_BOX(&syncfree::cross_entropy_forward<Backend>));     \
-  m.impl("cross_entropy_backward", TORCH_BOX(&syncfree::cross_entropy_backward<Backend>));   \
-  m.impl("count_targets", TORCH_BOX(&syncfree::count_targets<Backend>));                     \
+#define SYNCFREE_REGISTER(m, Backend)                                                                                  \
+  m.impl("flce_forward", TORCH_BOX(&syncfree::flce_forward<Backend>));                                                 \
+  m.impl("flce_backward", TORCH_BOX(&syncfree::flce_backward<Backend>));                                               \
+  m.impl("cross_entropy_forward", TORCH_BOX(&syncfree::cross_entropy_forward<Backend>));                               \
+  m.impl("cross_entropy_backward", TORCH_BOX(&syncfree::cross_entropy_backward<Backend>));                             \
+  m.impl("count_targets", TORCH_BOX(&syncfree::count_targets<Backend>));                                               \
   m.impl("scale_unless_one_", TORCH_BOX(&syncfree::scale_unless_one_<Backend>))

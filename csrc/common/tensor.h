@@ -6,7 +6,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -20,9 +22,14 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Pieces of an error text. No streams: a compiler that links its own libstdc++ into a library would bring a second set of locales.
-inline std::string text_of(const std::string& text) { return text; }
-inline std::string text_of(const char* text) { return text; }
+// Pieces of an error text. No streams: a compiler that links its own libstdc++ into a library would bring a second set
+// of locales.
+inline std::string text_of(const std::string& text) {
+  return text;
+}
+inline std::string text_of(const char* text) {
+  return text;
+}
 inline std::string text_of(double number) {
   char digits[32];
   std::snprintf(digits, sizeof digits, "%g", number);
@@ -40,15 +47,17 @@ inline std::string message(const Parts&... parts) {
   return text;
 }
 
-// std::invalid_argument reaches Python as ValueError. Message: op, argument, expected, got; built only when it is needed.
-#define SF_CHECK(ok, ...)                                                       \
-  do {                                                                          \
-    if (!(ok)) throw std::invalid_argument(::syncfree::message(__VA_ARGS__));   \
+// std::invalid_argument reaches Python as ValueError. Message: op, argument, expected, got; built only when it is
+// needed.
+#define SF_CHECK(ok, ...)                                                                                              \
+  do {                                                                                                                 \
+    if (!(ok)) throw std::invalid_argument(::syncfree::message(__VA_ARGS__));                                          \
   } while (0)
 
 // Of a call through torch's C shims, whose checking macro has another name in each release.
 inline void check_shim(int32_t error, const char* call) {
-  if (error != 0) throw std::runtime_error(std::string("syncfree: ") + call + " failed; torch has printed why on stderr");
+  if (error != 0)
+    throw std::runtime_error(std::string("syncfree: ") + call + " failed; torch has printed why on stderr");
 }
 
 inline std::string shape_of(const Tensor& t) {
@@ -59,48 +68,102 @@ inline std::string shape_of(const Tensor& t) {
 
 inline const char* name_of(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Int: return "int32";
-    default: return "another dtype";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    default:
+      return "another dtype";
   }
 }
 
 inline bool is_floating(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half || type == ScalarType::BFloat16;
+  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half ||
+         type == ScalarType::BFloat16;
 }
 
 inline DType dtype_of(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return DType::f32;
-    case ScalarType::Double: return DType::f64;
-    case ScalarType::BFloat16: return DType::bf16;
-    default: return DType::f16;
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::Double:
+      return DType::f64;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    default:
+      return DType::f16;
   }
 }
 
-inline int64_t size_of(DType type) { return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2; }
-
-// Products of double are summed in double, all others in float.
-inline ScalarType acc_type(ScalarType compute) { return compute == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
-
-inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType type) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), type);
+inline int64_t size_of(DType type) {
+  return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2;
 }
 
-inline Tensor new_bytes(const Tensor& like, int64_t bytes) { return new_empty(like, {bytes}, ScalarType::Byte); }
+// Products of double are summed in double, all others in float.
+inline ScalarType acc_type(ScalarType compute) {
+  return compute == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline int32_t dtype_code(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::Double:
+      return aoti_torch_dtype_float64();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Long:
+      return aoti_torch_dtype_int64();
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    default:
+      return aoti_torch_dtype_uint8();
+  }
+}
+
+// Contiguous, on the device of `like`. Through the shim, since a call by name through the dispatcher costs several
+// times the allocation.
+inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType type) {
+  int64_t strides[4] = {}, step = 1;
+  for (size_t i = size.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= std::max<int64_t>(size.begin()[i], 1);
+  }
+  int32_t device_type = 0;
+  check_shim(aoti_torch_get_device_type(like.get(), &device_type), "aoti_torch_get_device_type");
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch_empty_strided(int64_t(size.size()), size.begin(), strides, dtype_code(type), device_type,
+                                      like.get_device_index(), &handle),
+             "aoti_torch_empty_strided (out of memory?)");
+  return Tensor(handle);
+}
+
+inline Tensor new_bytes(const Tensor& like, int64_t bytes) {
+  return new_empty(like, {bytes}, ScalarType::Byte);
+}
 
 // Contiguous and of that dtype; the tensor itself where it is both already.
 inline Tensor as_contiguous(const Tensor& t, ScalarType type) {
-  return torch::stable::contiguous(t.scalar_type() == type ? t : torch::stable::to(t, type));
+  const Tensor typed = t.scalar_type() == type ? t : torch::stable::to(t, type);
+  return typed.is_contiguous() ? typed : torch::stable::contiguous(typed);
 }
 
+// The same in one dimension.
 inline Tensor flat(const Tensor& t, ScalarType type) {
-  const int64_t size[1] = {t.numel()};
-  return torch::stable::reshape(as_contiguous(t, type), torch::headeronly::IntHeaderOnlyArrayRef(size, 1));
+  const Tensor whole = as_contiguous(t, type);
+  if (whole.dim() == 1) return whole;
+  const int64_t size[1] = {whole.numel()};
+  return torch::stable::reshape(whole, torch::headeronly::IntHeaderOnlyArrayRef(size, 1));
 }
 
 // A matrix whose rows are contiguous; the tensor itself where they are.
@@ -109,17 +172,23 @@ inline Tensor with_contiguous_rows(const Tensor& t) {
   return rows ? t : torch::stable::contiguous(t);
 }
 
-inline int64_t pitch_of(const Tensor& t) { return t.size(0) <= 1 ? t.size(1) : t.stride(0); }
+inline int64_t pitch_of(const Tensor& t) {
+  return t.size(0) <= 1 ? t.size(1) : t.stride(0);
+}
 
-inline const void* data_or_null(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+inline const void* data_or_null(const OptionalTensor& t) {
+  return t ? t->const_data_ptr() : nullptr;
+}
 
 inline void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
-  SF_CHECK(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() && (like.is_cpu() || t.get_device_index() == like.get_device_index()), op, ": ", name,
-        " is on another device than the first argument");
+  SF_CHECK(t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() &&
+               (like.is_cpu() || t.get_device_index() == like.get_device_index()),
+           op, ": ", name, " is on another device than the first argument");
 }
 
 inline void check_floating(const char* op, const char* name, const Tensor& t) {
-  SF_CHECK(is_floating(t.scalar_type()), op, ": ", name, " must be float64, float32, bfloat16 or float16, got ", name_of(t.scalar_type()));
+  SF_CHECK(is_floating(t.scalar_type()), op, ": ", name, " must be float64, float32, bfloat16 or float16, got ",
+           name_of(t.scalar_type()));
 }
 
 }  // namespace syncfree

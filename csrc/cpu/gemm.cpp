@@ -61,6 +61,26 @@ const GemmSymbols<In, T>& symbols() {
   return found;
 }
 
+// While it lives, MKL's calls on this thread use this thread alone: inside a parallel loop MKL would split the work for a team that it
+// does not get there. Other BLAS libraries see the loop for themselves.
+class OneThread {
+ public:
+  OneThread() : before_(set_threads() ? set_threads()(1) : 0) {}
+  ~OneThread() {
+    if (set_threads()) set_threads()(before_);
+  }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  using SetThreads = int (*)(int);
+  static SetThreads set_threads() {
+    static const SetThreads found = reinterpret_cast<SetThreads>(find_symbol("MKL_Set_Num_Threads_Local"));
+    return found;
+  }
+  int before_;
+};
+
 // Row-major operands are the transposes of column-major ones, so the product is C^T = op(B)^T op(A)^T.
 template <class Int, class In, class T>
 void call(Gemm<Int, In, T> gemm, const GemmParams& p, const In* a, const In* b, T alpha, T beta, T* c, int64_t ldc) {
@@ -176,6 +196,7 @@ void multiply(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
   };
   if (blas && panels >= kPanelsPerThread * torch::stable::get_num_threads()) {
     torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      const OneThread alone;
       for (int64_t i = begin; i < end; ++i) run_panels(i * panel, std::min(panel, length - i * panel));
     });
   } else if (blas || std::is_same_v<T, Out>) {

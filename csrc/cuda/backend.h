@@ -14,7 +14,9 @@ class CudaBackend {
   static constexpr int64_t kDefaultWorkspace = int64_t(1) << 30;
   static constexpr int64_t kMinRows = 1024;
   static constexpr int64_t kRowMultiple = 128;
-  static int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) { return syncfree::count_scratch_bytes(rows, num_classes); }
+  static int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) {
+    return syncfree::count_scratch_bytes(rows, num_classes);
+  }
   static int64_t column_sum_scratch_bytes(int64_t columns) { return syncfree::column_sum_scratch_bytes(columns); }
 
   explicit CudaBackend(const Tensor& like);
@@ -29,10 +31,11 @@ class CudaBackend {
   void scale(const ScaleParams& p) { done(launch_scale(p, stream_), "scale"); }
   void gemm(const GemmParams& p);
 
-  // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that are scalars of a row.
+  // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that
+  // are scalars of a row.
   bool fuses(const FlceProblem& problem, const LossInputs& in, const LossOutputs* outputs) const;
-  FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts, const Upstream& upstream, const LossOutputs* outputs,
-                          FlceNeeds need);
+  FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
+                          const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need);
 
  private:
   static void done(cudaError_t error, const char* kernel);

@@ -2,4 +2,6 @@
 #include "../common/register.h"
 #include "backend.h"
 
-STABLE_TORCH_LIBRARY_IMPL(syncfree, CUDA, m) { SYNCFREE_REGISTER(m, syncfree::CudaBackend); }
+STABLE_TORCH_LIBRARY_IMPL(syncfree, CUDA, m) {
+  SYNCFREE_REGISTER(m, syncfree::CudaBackend);
+}

@@ -21,22 +21,22 @@ namespace {
 int failures = 0;
 std::mt19937_64 rng;
 
-#define CHECK(ok, ...)                  \
-  do {                                  \
-    if (!(ok)) {                        \
-      ++failures;                       \
-      std::printf("FAILED " __VA_ARGS__); \
-      std::printf("\n");                \
-    }                                   \
+#define CHECK(ok, ...)                                                                                                 \
+  do {                                                                                                                 \
+    if (!(ok)) {                                                                                                       \
+      ++failures;                                                                                                      \
+      std::printf("FAILED " __VA_ARGS__);                                                                              \
+      std::printf("\n");                                                                                               \
+    }                                                                                                                  \
   } while (0)
 
-#define CUDA(call)                                                                                  \
-  do {                                                                                              \
-    const cudaError_t error = (call);                                                               \
-    if (error != cudaSuccess) {                                                                     \
-      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));          \
-      std::exit(2);                                                                                 \
-    }                                                                                               \
+#define CUDA(call)                                                                                                     \
+  do {                                                                                                                 \
+    const cudaError_t error = (call);                                                                                  \
+    if (error != cudaSuccess) {                                                                                        \
+      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));                             \
+      std::exit(2);                                                                                                    \
+    }                                                                                                                  \
   } while (0)
 
 // Device memory that starts out as NaN (0xff bytes), so that what a kernel forgets to write shows.
@@ -48,7 +48,9 @@ struct Device {
     CUDA(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T)));
     CUDA(cudaMemset(data, 0xff, n * sizeof(T)));
   }
-  explicit Device(const std::vector<T>& host) : Device(host.size()) { CUDA(cudaMemcpy(data, host.data(), n * sizeof(T), cudaMemcpyHostToDevice)); }
+  explicit Device(const std::vector<T>& host) : Device(host.size()) {
+    CUDA(cudaMemcpy(data, host.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+  }
   Device(const Device&) = delete;
   ~Device() { cudaFree(data); }
   std::vector<T> host() const {
@@ -90,7 +92,8 @@ struct Targets {
     expected.insert(expected.end(), ignored.begin(), ignored.end());
     Device<char> scratch(size_t(count_scratch_bytes(n, classes)));
     CountParams p{};
-    p.target = device.data, p.rows = n, p.sequence = sequence, p.shift = shift, p.num_classes = classes, p.ignore_index = -100;
+    p.target = device.data, p.rows = n, p.sequence = sequence, p.shift = shift, p.num_classes = classes,
+    p.ignore_index = -100;
     p.weight = weight, p.reduction = Reduction::mean, p.acc = DType::f32;
     p.counts = counts.data, p.row_index = rows.data, p.scratch = scratch.data;
     CUDA(launch_count(p, nullptr));
@@ -100,7 +103,8 @@ struct Targets {
 
 std::vector<int64_t> draw_targets(int64_t n, int64_t classes, double ignored) {
   std::vector<int64_t> t(static_cast<size_t>(n));
-  for (int64_t& x : t) x = std::uniform_real_distribution<>(0, 1)(rng) < ignored ? -100 : int64_t(rng() % uint64_t(classes));
+  for (int64_t& x : t)
+    x = std::uniform_real_distribution<>(0, 1)(rng) < ignored ? -100 : int64_t(rng() % uint64_t(classes));
   return t;
 }
 
@@ -118,8 +122,10 @@ void check_count() {
         const std::vector<double> counts = t.counts.host();
         CHECK(t.rows.host() == t.expected, "count: rows, n=%ld ignored=%g shift=%ld", long(n), ignored, long(shift));
         CHECK(counts[kCountRows] == double(t.expected_valid.size()), "count: N, n=%ld", long(n));
-        CHECK(std::fabs(counts[kCountWeight] - d) <= 1e-9 * (1 + std::fabs(d)), "count: D %g %g", counts[kCountWeight], d);
-        CHECK(std::fabs(counts[kCountClasses] - c) <= 1e-9 * (1 + std::fabs(c)), "count: C %g %g", counts[kCountClasses], c);
+        CHECK(std::fabs(counts[kCountWeight] - d) <= 1e-9 * (1 + std::fabs(d)), "count: D %g %g", counts[kCountWeight],
+              d);
+        CHECK(std::fabs(counts[kCountClasses] - c) <= 1e-9 * (1 + std::fabs(c)), "count: C %g %g",
+              counts[kCountClasses], c);
       }
 }
 
@@ -137,7 +143,8 @@ void check_rows(int64_t classes, bool general) {
   p.num_classes = classes;
   p.logits = logits.data, p.logits_dtype = DType::f32, p.logits_pitch = pitch;
   p.target = t.device.data, p.acc = DType::f32, p.ce = ce.data, p.z = zl.data;
-  p.grad = logits.data, p.grad_dtype = sizeof(Out) == 2 ? DType::bf16 : DType::f32, p.grad_pitch = pitch * 4 / int64_t(sizeof(Out));
+  p.grad = logits.data, p.grad_dtype = sizeof(Out) == 2 ? DType::bf16 : DType::f32,
+  p.grad_pitch = pitch * 4 / int64_t(sizeof(Out));
   CUDA(launch_rows(p, nullptr));
   CUDA(cudaDeviceSynchronize());
   std::vector<Out> grad(size_t(size * p.grad_pitch));
@@ -149,19 +156,25 @@ void check_rows(int64_t classes, bool general) {
     const bool live = first + k < int64_t(t.expected_valid.size());
     double m = -INFINITY, sum = 0, mean = 0;
     for (int64_t j = 0; j < classes; ++j) m = std::max(m, double(z[size_t(k * pitch + j)]));
-    for (int64_t j = 0; j < classes; ++j) sum += std::exp(z[size_t(k * pitch + j)] - m), mean += z[size_t(k * pitch + j)] / double(classes);
+    for (int64_t j = 0; j < classes; ++j)
+      sum += std::exp(z[size_t(k * pitch + j)] - m), mean += z[size_t(k * pitch + j)] / double(classes);
     const int64_t target = t.host[size_t(row)];
     const double lse = m + std::log(sum);
     got_loss.push_back(losses[size_t(row)]);
-    want_loss.push_back(live ? (1 - smoothing) * (lse - z[size_t(k * pitch + target)]) + smoothing * (lse - mean) : 0.0);
+    want_loss.push_back(live ? (1 - smoothing) * (lse - z[size_t(k * pitch + target)]) + smoothing * (lse - mean)
+                             : 0.0);
     for (int64_t j = 0; j < classes; ++j) {
       got.push_back(double(float(grad[size_t(k * p.grad_pitch + j)])));
-      want.push_back(live ? std::exp(z[size_t(k * pitch + j)] - lse) - smoothing / double(classes) - (j == target ? 1 - smoothing : 0) : 0.0);
+      want.push_back(live ? std::exp(z[size_t(k * pitch + j)] - lse) - smoothing / double(classes) -
+                                (j == target ? 1 - smoothing : 0)
+                          : 0.0);
     }
   }
-  CHECK(relative(got_loss, want_loss) < 2e-6, "rows: loss, V=%ld general=%d: %g", long(classes), general, relative(got_loss, want_loss));
+  CHECK(relative(got_loss, want_loss) < 2e-6, "rows: loss, V=%ld general=%d: %g", long(classes), general,
+        relative(got_loss, want_loss));
   const double bound = sizeof(Out) == 2 ? 2.5e-3 : 1e-5;
-  CHECK(relative(got, want) < bound, "rows: gradient, V=%ld general=%d size=%zu: %g", long(classes), general, sizeof(Out), relative(got, want));
+  CHECK(relative(got, want) < bound, "rows: gradient, V=%ld general=%d size=%zu: %g", long(classes), general,
+        sizeof(Out), relative(got, want));
 }
 
 void check_moves() {
@@ -174,8 +187,11 @@ void check_moves() {
   const Chunk chunk{t.counts.data, t.rows.data, first, size};
   const int64_t live = std::clamp<int64_t>(int64_t(t.expected_valid.size()) - first, 0, size);
   CUDA(launch_gather({chunk, input.data, DType::f32, columns, columns, gathered.data, DType::f32, columns}, nullptr));
-  CUDA(launch_store_rows({chunk, gathered.data, columns, columns, alpha.data, DType::f32, out.data, DType::f32, columns, nullptr}, nullptr));
-  CUDA(launch_column_sum({chunk, gathered.data, DType::f32, columns, columns, false, DType::f32, sums.data, scratch.data}, nullptr));
+  CUDA(launch_store_rows(
+      {chunk, gathered.data, columns, columns, alpha.data, DType::f32, out.data, DType::f32, columns, nullptr},
+      nullptr));
+  CUDA(launch_column_sum(
+      {chunk, gathered.data, DType::f32, columns, columns, false, DType::f32, sums.data, scratch.data}, nullptr));
   CUDA(cudaDeviceSynchronize());
   const std::vector<float> g = gathered.host(), o = out.host(), s = sums.host();
   bool same = true;
@@ -219,7 +235,8 @@ int main() {
     std::printf("no CUDA device: skipped\n");
     return 77;
   }
-  const uint64_t seed = std::getenv("SYNCFREE_SEED") ? std::strtoull(std::getenv("SYNCFREE_SEED"), nullptr, 10) : std::random_device()();
+  const uint64_t seed =
+      std::getenv("SYNCFREE_SEED") ? std::strtoull(std::getenv("SYNCFREE_SEED"), nullptr, 10) : std::random_device()();
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   rng.seed(seed);
   check_count();

@@ -16,7 +16,8 @@ using namespace syncfree;
 namespace {
 
 // Valid rows in order, then the ignored ones: what count leaves for the stages after it.
-std::vector<int32_t> compact(const std::vector<int64_t>& target, int64_t ignore_index, int64_t sequence, int64_t shift, int64_t num_classes) {
+std::vector<int32_t> compact(const std::vector<int64_t>& target, int64_t ignore_index, int64_t sequence, int64_t shift,
+                             int64_t num_classes) {
   std::vector<int32_t> rows(target.size());
   double counts[kCountSlots];
   CountParams p{};
@@ -40,14 +41,17 @@ PYBIND11_MODULE(syncfree_native, m) {
   m.doc() = "C++ internals of syncfree_ext, for its tests.";
   m.def(
       "plan_chunks",
-      [](int64_t rows, int64_t row_bytes, int64_t chunk_rows, int64_t workspace_bytes, int64_t default_workspace, int64_t min_rows, int64_t multiple) {
-        const ChunkPlan plan = plan_chunks(rows, row_bytes, chunk_rows, workspace_bytes, default_workspace, min_rows, multiple);
+      [](int64_t rows, int64_t row_bytes, int64_t chunk_rows, int64_t workspace_bytes, int64_t default_workspace,
+         int64_t min_rows, int64_t multiple) {
+        const ChunkPlan plan =
+            plan_chunks(rows, row_bytes, chunk_rows, workspace_bytes, default_workspace, min_rows, multiple);
         return std::make_pair(plan.rows, plan.count);
       },
-      py::arg("rows"), py::arg("row_bytes"), py::arg("chunk_rows") = 0, py::arg("workspace_bytes") = 0, py::arg("default_workspace") = int64_t(1) << 30,
-      py::arg("min_rows") = 1024, py::arg("multiple") = 128);
+      py::arg("rows"), py::arg("row_bytes"), py::arg("chunk_rows") = 0, py::arg("workspace_bytes") = 0,
+      py::arg("default_workspace") = int64_t(1) << 30, py::arg("min_rows") = 1024, py::arg("multiple") = 128);
   m.def("logits_pitch", &logits_pitch, py::arg("num_classes"), py::arg("element_bytes"));
-  m.def("compact", &compact, py::arg("target"), py::arg("ignore_index") = -100, py::arg("sequence"), py::arg("shift") = 0, py::arg("num_classes"));
+  m.def("compact", &compact, py::arg("target"), py::arg("ignore_index") = -100, py::arg("sequence"),
+        py::arg("shift") = 0, py::arg("num_classes"));
   m.def(
       "half_exponent",
       [](double max_weight, double max_multiplier, double logit_scale, double z_weight) {
@@ -56,6 +60,7 @@ PYBIND11_MODULE(syncfree_native, m) {
         counts[kMaxMultiplier] = max_multiplier;
         return half_exponent(counts, logit_scale, z_weight);
       },
-      py::arg("max_weight") = 1.0, py::arg("max_multiplier") = 1.0, py::arg("logit_scale") = 1.0, py::arg("z_weight") = 0.0);
+      py::arg("max_weight") = 1.0, py::arg("max_multiplier") = 1.0, py::arg("logit_scale") = 1.0,
+      py::arg("z_weight") = 0.0);
   m.def("softcap_slope", &softcap_slope<double>, py::arg("s"), py::arg("softcap"));
 }

@@ -1,6 +1,8 @@
-// From the accumulators of one m64 tile to memory: arithmetic on fragments, then registers -> swizzled staging -> bulk tensor store.
+// From the accumulators of one m64 tile to memory: arithmetic on fragments, then registers -> swizzled staging -> bulk
+// tensor store.
 //
-// A thread holds, for i < BN / 2, the element in row warp * 16 + (lane / 4) + (i & 2 ? 8 : 0), column (i / 4) * 8 + (lane % 4) * 2 + (i & 1).
+// A thread holds, for i < BN / 2, the element in row warp * 16 + (lane / 4) + (i & 2 ? 8 : 0), column (i / 4) * 8 +
+// (lane % 4) * 2 + (i & 1).
 #pragma once
 
 #include "split_accumulator.cuh"
@@ -22,12 +24,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 }
 
 __device__ __forceinline__ void stmatrix4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
 }
 
 // Maximum of each row over the tile's columns, to sums[tile, row].x.
 template <class C>
-__device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C::kBN / 2], int row, int col, int live, float scale) {
+__device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C::kBN / 2], int row, int col, int live,
+                                              float scale) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
   const int r0 = row + warp * 16 + (lane >> 2), r1 = r0 + 8;
   float m0 = -INFINITY, m1 = -INFINITY;
@@ -50,8 +55,8 @@ __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C:
 }
 
 template <class C>
-__device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kBN / 2], uint32_t staging, int wg, int row, int col, int live, float scale,
-                                           bool last) {
+__device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kBN / 2], uint32_t staging, int wg,
+                                           int row, int col, int live, float scale, bool last) {
   if constexpr (C::kEpilogue == Epilogue::row_max) {
     store_row_max<C>(p, acc, row, col, live, scale);
     return;
@@ -111,7 +116,8 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
           const float x = exp2_ftz(fmaf(v[0], scale, k)), y = exp2_ftz(fmaf(v[1], scale, k));
           packed[q] = pack_bf16(x, y);
           ((q & 1) ? exact1 : exact0) += x + y;
-          ((q & 1) ? rounded1 : rounded0) += __uint_as_float(packed[q] << 16) + __uint_as_float(packed[q] & 0xffff0000u);
+          ((q & 1) ? rounded1 : rounded0) +=
+              __uint_as_float(packed[q] << 16) + __uint_as_float(packed[q] & 0xffff0000u);
         } else {
           packed[q] = pack_bf16(v[0], v[1]);
         }
@@ -134,7 +140,8 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
         const uint32_t base = buffer + staged * 128;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          stmatrix4(base + (((j * 2 + (lane >> 4)) ^ (staged & 7)) << 4), packed[j * 4], packed[j * 4 + 1], packed[j * 4 + 2], packed[j * 4 + 3]);
+          stmatrix4(base + (((j * 2 + (lane >> 4)) ^ (staged & 7)) << 4), packed[j * 4], packed[j * 4 + 1],
+                    packed[j * 4 + 2], packed[j * 4 + 3]);
       }
       fence_async_proxy();
       named_sync(1 + wg, 128);
@@ -149,7 +156,8 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
 #pragma unroll
     for (int offset = 1; offset <= 2; offset *= 2) {
       exact0 += __shfl_xor_sync(0xffffffffu, exact0, offset), exact1 += __shfl_xor_sync(0xffffffffu, exact1, offset);
-      rounded0 += __shfl_xor_sync(0xffffffffu, rounded0, offset), rounded1 += __shfl_xor_sync(0xffffffffu, rounded1, offset);
+      rounded0 += __shfl_xor_sync(0xffffffffu, rounded0, offset),
+          rounded1 += __shfl_xor_sync(0xffffffffu, rounded1, offset);
     }
     float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
     if ((lane & 3) == 0) {

@@ -1,9 +1,10 @@
-// Persistent warp-specialised GEMM for Hopper: D[M, N] = A B^T, bf16 in, fp32 accumulation, either operand K-major or MN-major, M or K
-// bounded by a count in device memory.
+// Persistent warp-specialised GEMM for Hopper: D[M, N] = A B^T, bf16 in, fp32 accumulation, either operand K-major or
+// MN-major, M or K bounded by a count in device memory.
 //
-// A block is one producer warpgroup (one thread of it drives the copy engine) and two consumer warpgroups (wgmma, epilogue). Tiles are
-// dealt round-robin; tiles past the count are never dealt. Blocks of a cluster stack along M and share each B tile.
-// Reads on the device: counts (live rows), and what the epilogue names. Bytes and flops: those of the product within the bound.
+// A block is one producer warpgroup (one thread of it drives the copy engine) and two consumer warpgroups (wgmma,
+// epilogue). Tiles are dealt round-robin; tiles past the count are never dealt. Blocks of a cluster stack along M and
+// share each B tile. Reads on the device: counts (live rows), and what the epilogue names. Bytes and flops: those of
+// the product within the bound.
 //
 // E rows between the live count and the next multiple of 64 are read by Bound::k; they and their partners must be zero.
 #pragma once
@@ -19,7 +20,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs p) {
   extern __shared__ uint8_t smem_raw[];
   const uint32_t base = (smem_u32(smem_raw) + 1023) & ~1023u;
-  const uint32_t staging = base + C::kStages * C::kStageBytes, full = staging + C::kStaging, empty = full + 8 * C::kStages, order = empty + 8 * C::kStages;
+  const uint32_t staging = base + C::kStages * C::kStageBytes, full = staging + C::kStaging,
+                 empty = full + 8 * C::kStages, order = empty + 8 * C::kStages;
   const int wg = threadIdx.x >> 7, lane = threadIdx.x & 31;
   const uint32_t rank = C::kCluster > 1 ? cluster_rank() : 0;
 
@@ -47,12 +49,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
   const int splits = C::kPing ? 1 : p.splits, part = C::kPing ? k_steps : (k_steps + splits - 1) / splits;
   const int tiles = (C::kAdd || (C::kSplit && p.load)) && k_steps == 0 ? 0 : plane * splits;
   const int first = blockIdx.x / C::kCluster, stride = gridDim.x / C::kCluster;
-  // Raster: sweep `group` tiles of the operand that stays in the L2 cache, then move the other one on; balanced so that no group is small.
-  const int inner_all = C::kBound == Bound::m ? m_groups : n_tiles, outer_all = C::kBound == Bound::m ? n_tiles : m_groups;
+  // Raster: sweep `group` tiles of the operand that stays in the L2 cache, then move the other one on; balanced so that
+  // no group is small.
+  const int inner_all = C::kBound == Bound::m ? m_groups : n_tiles,
+            outer_all = C::kBound == Bound::m ? n_tiles : m_groups;
   const int sweeps = (inner_all + p.group - 1) / p.group, group = sweeps ? (inner_all + sweeps - 1) / sweeps : 1;
   auto place = [&](int t, int& row, int& col) {
     if constexpr (!C::kPing) t %= plane;
-    const int sweep = t / (group * outer_all), rest = t - sweep * group * outer_all, size = min(group, inner_all - sweep * group);
+    const int sweep = t / (group * outer_all), rest = t - sweep * group * outer_all,
+              size = min(group, inner_all - sweep * group);
     const int outer = rest / size, inner = sweep * group + rest - outer * size;
     const int mg = C::kBound == Bound::m ? inner : outer, nt = C::kBound == Bound::m ? outer : inner;
     row = (mg * C::kCluster + rank) * C::kBM, col = nt * C::kBN;
@@ -98,13 +103,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
             } else {
               constexpr int kEach = C::kBK / C::kCluster;
 #pragma unroll
-              for (int i = 0; i < C::kBN / 64; ++i) tma_load_multicast(b + i * 8192 + rank * kEach * 128, &p.b, bar, col + i * 64, k + rank * kEach, mask);
+              for (int i = 0; i < C::kBN / 64; ++i)
+                tma_load_multicast(b + i * 8192 + rank * kEach * 128, &p.b, bar, col + i * 64, k + rank * kEach, mask);
             }
           } else {
             if constexpr (C::kCluster == 1)
               tma_load(b, &p.b, bar, k, col);
             else
-              tma_load_multicast(b + rank * (C::kBBytes / C::kCluster), &p.b, bar, k, col + rank * (C::kBN / C::kCluster), mask);
+              tma_load_multicast(b + rank * (C::kBBytes / C::kCluster), &p.b, bar, k,
+                                 col + rank * (C::kBN / C::kCluster), mask);
           }
           if (++s == C::kStages) s = 0, phase ^= 1;
         }
@@ -144,8 +151,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
 #pragma unroll
           for (int j = 0; j < C::kBN / 2; ++j) acc[i][j] = 0.f;
       }
-      // Turns: a parity wait is only meaningful within one phase of the barrier, so a warpgroup must not look at a stage before its partner
-      // is done with its own tile.
+      // Turns: a parity wait is only meaningful within one phase of the barrier, so a warpgroup must not look at a
+      // stage before its partner is done with its own tile.
       if constexpr (C::kPing) mbar_wait(order + 8 * wg, ((sequence >> 1) & 1) ^ (wg == 0));
       int previous = 0;
       for (int kb = 0; kb < steps; ++kb) {
@@ -156,7 +163,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
 #pragma unroll
         for (int kk = 0; kk < C::kBK / 16; ++kk)
 #pragma unroll
-          for (int i = 0; i < C::kMI; ++i) Mma::mma(acc[i], da + kk * kAStep + i * (8192 >> 4), db + kk * kBStep, (kb | kk) != 0);
+          for (int i = 0; i < C::kMI; ++i)
+            Mma::mma(acc[i], da + kk * kAStep + i * (8192 >> 4), db + kk * kBStep, (kb | kk) != 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (kb) release(previous);
@@ -174,7 +182,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       // Rows up to the next multiple of 128 are written (as zeros): Bound::k reads them.
 #pragma unroll
       for (int i = 0; i < C::kMI; ++i)
-        if (out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live)) store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale, last);
+        if (out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live))
+          store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale, last);
     }
     if constexpr (C::kStores) {
       if ((threadIdx.x & 127) == 0) tma_store_wait<0>();
@@ -192,7 +201,8 @@ struct Matrix {
 
 constexpr int kMaxDevices = 64;
 
-// A persistent grid must be resident at once, and not every multiprocessor has partners for a cluster: asked once a device.
+// A persistent grid must be resident at once, and not every multiprocessor has partners for a cluster: asked once a
+// device.
 template <class C>
 cudaError_t resident_clusters(int* clusters, cudaLaunchConfig_t& config) {
   static int known[kMaxDevices] = {};
@@ -200,7 +210,8 @@ cudaError_t resident_clusters(int* clusters, cudaLaunchConfig_t& config) {
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
   if (known[device] == 0) {
-    if (cudaError_t e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmem)) return e;
+    if (cudaError_t e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmem))
+      return e;
     int multiprocessors = 0, found = 0;
     if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
     config.gridDim = dim3(multiprocessors / C::kCluster * C::kCluster);
@@ -212,7 +223,8 @@ cudaError_t resident_clusters(int* clusters, cudaLaunchConfig_t& config) {
   return cudaSuccess;
 }
 
-// d: what is stored, ignored by epilogues that store nothing. args carries chunk and epilogue; the rest is filled in here.
+// d: what is stored, ignored by epilogues that store nothing. args carries chunk and epilogue; the rest is filled in
+// here.
 template <class C>
 cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmArgs args, cudaStream_t stream) {
   args.m = static_cast<int>(C::kAmn ? a.columns : a.rows);
@@ -221,7 +233,8 @@ cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmA
   if (args.splits < 1) args.splits = 1;
   cudaError_t e = C::kAmn ? make_map(&args.a, a.data, false, a.rows, a.columns, a.pitch, C::kBK, 64)
                           : make_map(&args.a, a.data, false, a.rows, a.columns, a.pitch, C::kBM, C::kBK);
-  constexpr int kBRows = C::kBmn ? (C::kCluster > 1 && !C::kSplitBoxes ? C::kBK / C::kCluster : C::kBK) : C::kBN / C::kCluster;
+  constexpr int kBRows =
+      C::kBmn ? (C::kCluster > 1 && !C::kSplitBoxes ? C::kBK / C::kCluster : C::kBK) : C::kBN / C::kCluster;
   if (!e) e = make_map(&args.b, b.data, false, b.rows, b.columns, b.pitch, kBRows, C::kBmn ? 64 : C::kBK);
   if constexpr (C::kStores)
     if (!e) e = make_map(&args.d, d.data, C::kF32, d.rows, d.columns, d.pitch, 64, C::kF32 ? 32 : 64);

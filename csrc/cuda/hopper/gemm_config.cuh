@@ -1,4 +1,5 @@
-// What a Hopper GEMM is made of: tile shape, layouts, epilogue and bound at compile time; descriptors and pointers at run time.
+// What a Hopper GEMM is made of: tile shape, layouts, epilogue and bound at compile time; descriptors and pointers at
+// run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +12,8 @@
 
 namespace syncfree::sm90 {
 
-// row_exp:   stores E = bf16(2^(z - exponent[row])) with the target's column 0, sums of E a (row, tile) before and after rounding
+// row_exp:   stores E = bf16(2^(z - exponent[row])) with the target's column 0, sums of E a (row, tile) before and
+// after rounding
 // row_stats: the same without the store
 // row_max:   the maximum of z a (row, tile); nothing is stored
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
@@ -20,13 +22,14 @@ enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_max,
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };
 
-// kPingPong: each consumer warpgroup owns a whole tile of 64 * MI rows and they take turns. Otherwise both share a tile of
-// 2 * 64 * MI rows. kCluster: blocks stacked along M that share (multicast) the B tile. kAmn, kBmn: the operand is contiguous along M or
-// N instead of K.
-template <int BN_, int MI_, int STAGES_, int CLUSTER_, bool PING_, bool AMN_, bool BMN_, Epilogue EPILOGUE_, Bound BOUND_, int PRODUCER_REGS_,
-          int CONSUMER_REGS_>
+// kPingPong: each consumer warpgroup owns a whole tile of 64 * MI rows and they take turns. Otherwise both share a tile
+// of 2 * 64 * MI rows. kCluster: blocks stacked along M that share (multicast) the B tile. kAmn, kBmn: the operand is
+// contiguous along M or N instead of K.
+template <int BN_, int MI_, int STAGES_, int CLUSTER_, bool PING_, bool AMN_, bool BMN_, Epilogue EPILOGUE_,
+          Bound BOUND_, int PRODUCER_REGS_, int CONSUMER_REGS_>
 struct Config {
-  static constexpr int kBN = BN_, kMI = MI_, kStages = STAGES_, kCluster = CLUSTER_, kBM = 64 * MI_ * (PING_ ? 1 : 2), kBK = 64;
+  static constexpr int kBN = BN_, kMI = MI_, kStages = STAGES_, kCluster = CLUSTER_, kBM = 64 * MI_ * (PING_ ? 1 : 2),
+                       kBK = 64;
   static constexpr bool kPing = PING_, kAmn = AMN_, kBmn = BMN_;
   static constexpr Epilogue kEpilogue = EPILOGUE_;
   static constexpr Bound kBound = BOUND_;
@@ -37,12 +40,13 @@ struct Config {
   static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_max;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
   static constexpr int kABytes = kBM * kBK * 2, kBBytes = kBN * kBK * 2, kStageBytes = kABytes + kBBytes;
-  static constexpr int kBuffer = 64 * 128;         // one staging buffer: 64 rows of 128 bytes
-  static constexpr int kBuffers = PING_ ? 1 : 2;   // a consumer warpgroup
+  static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
+  static constexpr int kBuffers = PING_ ? 1 : 2;  // a consumer warpgroup
   static constexpr int kStaging = 2 * kBuffers * kBuffer;
   static constexpr int kSmem = 1024 + kStages * kStageBytes + kStaging + 2 * 8 * kStages + 16;
   static constexpr int kThreads = 384;
-  static constexpr bool kSplitBoxes = (BN_ / 64) % CLUSTER_ == 0;  // MN-major B: split the multicast by boxes, else by k rows
+  static constexpr bool kSplitBoxes =
+      (BN_ / 64) % CLUSTER_ == 0;  // MN-major B: split the multicast by boxes, else by k rows
   static_assert(kSmem <= 232448);
 };
 
@@ -58,7 +62,7 @@ struct GemmArgs {
   FusedChunk chunk;  // its live rows bound m or k
   int m, n, k;
   int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
-  int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) that are swept before the other operand moves on
+  int group;  // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
   const int* any;         // nullable: 0 ends the launch at once
   const int* only;        // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
   const float* exponent;  // [m]

@@ -1,8 +1,10 @@
-// D kept in 24 bits between launches: the upper 16 of each fp32 in D's own memory, 8 more in `low`, at V * H bytes in all.
+// D kept in 24 bits between launches: the upper 16 of each fp32 in D's own memory, 8 more in `low`, at V * H bytes in
+// all.
 //
-// The bits are cut, not rounded: over 32 launches that shrinks a sum by at most 2^-12 of itself, far below the rounding of the result, and
-// it keeps NaN and infinity what they are. Each warp writes its fragments in whole runs of 16 bytes to the cells of its own 16 rows, so the
-// upper halves lie scrambled there until the last launch loads them all and stores D row-major. m % 64 == 0, n % BN == 0.
+// The bits are cut, not rounded: over 32 launches that shrinks a sum by at most 2^-12 of itself, far below the rounding
+// of the result, and it keeps NaN and infinity what they are. Each warp writes its fragments in whole runs of 16 bytes
+// to the cells of its own 16 rows, so the upper halves lie scrambled there until the last launch loads them all and
+// stores D row-major. m % 64 == 0, n % BN == 0.
 #pragma once
 
 #include "gemm_config.cuh"
@@ -19,7 +21,8 @@ struct SplitAccumulator {
 
   __device__ __forceinline__ SplitAccumulator(const GemmArgs& p, int row, int col) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
-    low = p.low + (static_cast<size_t>(row >> 6) * (p.n / C::kBN) + col / C::kBN) * (64 * C::kBN) + warp * 16 * C::kBN + lane * 16;
+    low = p.low + (static_cast<size_t>(row >> 6) * (p.n / C::kBN) + col / C::kBN) * (64 * C::kBN) + warp * 16 * C::kBN +
+          lane * 16;
     high = p.high + (row + warp * 16 + lane / kRuns) * p.high_pitch + col * 2 + (lane % kRuns) * 16;
     step = kRows * p.high_pitch;
   }
@@ -62,8 +65,8 @@ struct SplitAccumulator {
     }
   }
 
-  // Beside D rounded to nearest: with them read_split gives the sum again. Of a tie that goes down the byte is lowered by one, so that
-  // "at least 0x80" says that D was rounded up.
+  // Beside D rounded to nearest: with them read_split gives the sum again. Of a tie that goes down the byte is lowered
+  // by one, so that "at least 0x80" says that D was rounded up.
   __device__ __forceinline__ void store_low(const float (&acc)[C::kBN / 2]) const {
 #pragma unroll
     for (int i = 0; i < C::kBN / 32; ++i) {

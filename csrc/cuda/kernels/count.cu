@@ -1,9 +1,11 @@
-// Target statistics and the list of valid rows: N, D, C and the reciprocal divisors as device scalars, rows in a stable order.
+// Target statistics and the list of valid rows: N, D, C and the reciprocal divisors as device scalars, rows in a stable
+// order.
 //
 // 1. count_blocks: a block takes kItems targets (or class weights) and leaves their number, summed weight and maxima.
 // 2. count_finish: one block adds these up in a fixed order, and turns the numbers into offsets.
 // 3. count_rows:   each block scans its targets again and writes row indices at its offset.
-// Bytes: targets twice, 4 for each row written. Sums in double, so that N is exact and D does not depend on the order of blocks.
+// Bytes: targets twice, 4 for each row written. Sums in double, so that N is exact and D does not depend on the order
+// of blocks.
 #include "../../common/formulas.h"
 #include "device.cuh"
 #include "launch.h"
@@ -16,7 +18,9 @@ constexpr int kEach = 8;
 constexpr int64_t kItems = kThreads * kEach;
 constexpr int kFinishThreads = 1024;
 
-int64_t blocks_of(int64_t items) { return (items + kItems - 1) / kItems; }
+int64_t blocks_of(int64_t items) {
+  return (items + kItems - 1) / kItems;
+}
 
 struct Partial {
   double weight;  // D of these rows, or C of these classes
@@ -66,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) count_blocks_kernel(CountParams p, P
   if (threadIdx.x == 0) partials[blockIdx.x] = {sum, largest, int64_t(rows), 0};
 }
 
-__global__ void __launch_bounds__(kFinishThreads) count_finish_kernel(CountParams p, Partial* partials, int64_t row_blocks, int64_t weight_blocks) {
+__global__ void __launch_bounds__(kFinishThreads)
+    count_finish_kernel(CountParams p, Partial* partials, int64_t row_blocks, int64_t weight_blocks) {
   __shared__ double shared[kFinishThreads / kWarp];
   __shared__ int64_t scan[kFinishThreads];
   double d = 0, multiplier = 0, c = 0, largest = 0;
@@ -129,12 +134,15 @@ __global__ void __launch_bounds__(kThreads) count_rows_kernel(CountParams p, con
 
 }  // namespace
 
-int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) { return (blocks_of(rows) + blocks_of(num_classes)) * int64_t(sizeof(Partial)); }
+int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) {
+  return (blocks_of(rows) + blocks_of(num_classes)) * int64_t(sizeof(Partial));
+}
 
 cudaError_t launch_count(const CountParams& p, cudaStream_t stream) {
   const int64_t row_blocks = blocks_of(p.rows), weight_blocks = p.weight ? blocks_of(p.num_classes) : 0;
   Partial* partials = static_cast<Partial*>(p.scratch);
-  if (row_blocks + weight_blocks) count_blocks_kernel<<<unsigned(row_blocks + weight_blocks), kThreads, 0, stream>>>(p, partials, row_blocks);
+  if (row_blocks + weight_blocks)
+    count_blocks_kernel<<<unsigned(row_blocks + weight_blocks), kThreads, 0, stream>>>(p, partials, row_blocks);
   count_finish_kernel<<<1, kFinishThreads, 0, stream>>>(p, partials, row_blocks, weight_blocks);
   if (row_blocks) count_rows_kernel<<<unsigned(row_blocks), kThreads, 0, stream>>>(p, partials);
   return cudaGetLastError();

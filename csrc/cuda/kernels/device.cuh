@@ -16,18 +16,30 @@ struct alignas(16) Pack {
   T v[kSize];
 };
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ __forceinline__ float to_float(__half x) {
+  return __half2float(x);
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);
 template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
 template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
 
 __device__ __forceinline__ int64_t live_rows(const Chunk& c) {
   const int64_t left = static_cast<int64_t>(c.counts[kCountRows]) - c.first;
@@ -35,11 +47,15 @@ __device__ __forceinline__ int64_t live_rows(const Chunk& c) {
 }
 
 template <class T>
-__device__ __forceinline__ bool is_aligned(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+__device__ __forceinline__ bool is_aligned(const T* p) {
+  return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
+}
 
 struct Sum {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
@@ -67,8 +83,8 @@ __device__ __forceinline__ T block_reduce(T x, Op op, T* shared) {
   return y;
 }
 
-// A float16 row is stored with the power of two that brings its largest entry to [2^13, 2^14); the factor that removes it is returned
-// through `remove`, and is 1 for rows that are zero or not finite.
+// A float16 row is stored with the power of two that brings its largest entry to [2^13, 2^14); the factor that removes
+// it is returned through `remove`, and is 1 for rows that are zero or not finite.
 __device__ __forceinline__ float half_row_factor(float largest, float& remove) {
   remove = 1.f;
   if (!(largest > 0.f) || isinf(largest)) return 1.f;

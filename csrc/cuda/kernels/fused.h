@@ -1,7 +1,8 @@
 // Launchers of the Hopper path: three GEMMs and the small kernels between them. No torch, no device code.
 //
-// Notation: E = 2^(z - k) is what is stored of the logits z (in units of log2 e, scaled), k an integer a row that puts the target at 2^-40;
-// the gradient of the logits is v * E for all classes but the target's, where it is g_t. docs/kernels.md has the derivation.
+// Notation: E = 2^(z - k) is what is stored of the logits z (in units of log2 e, scaled), k an integer a row that puts
+// the target at 2^-40; the gradient of the logits is v * E for all classes but the target's, where it is g_t.
+// docs/kernels.md has the derivation.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,8 +14,9 @@ namespace syncfree {
 constexpr int kLogitsTileColumns = 192;  // E's sums are kept a (row, tile of this many classes)
 constexpr int kRowGroup = 256;           // rows that are repaired together
 
-// One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in multiples of 128, so
-// that none is left with a few; the slots past a chunk's live rows stand for the ignored rows, in order (see fused_chunk.cuh).
+// One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in
+// multiples of 128, so that none is left with a few; the slots past a chunk's live rows stand for the ignored rows, in
+// order (see fused_chunk.cuh).
 struct FusedChunk {
   const double* counts;
   const int32_t* row_index;  // [rows]
@@ -99,8 +101,8 @@ struct FusedDwParams {
   void* sum;  // [classes, hidden], contiguous
   DType sum_dtype;
   bool accumulate;
-  // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with rows keep their low bytes for FusedTargetsParams. Null:
-  // sum holds all.
+  // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with rows keep their low bytes for
+  // FusedTargetsParams. Null: sum holds all.
   uint8_t* low;
   const int32_t* starts;
 };
@@ -118,8 +120,8 @@ struct FusedSortParams {
   size_t scratch_bytes;
 };
 
-// out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory; classes without rows are
-// then left alone.
+// out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory;
+// classes without rows are then left alone.
 struct FusedTargetsParams {
   const int32_t *row_index, *positions, *starts, *ends;
   int64_t num_classes, hidden;
@@ -136,8 +138,12 @@ struct FusedTargetsParams {
 };
 
 // Whether dW of this shape can be kept in 24 bits, and the bytes that takes beside it.
-constexpr bool can_split(int64_t num_classes, int64_t hidden) { return num_classes % 64 == 0 && hidden % 128 == 0; }
-constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) { return num_classes * hidden; }
+constexpr bool can_split(int64_t num_classes, int64_t hidden) {
+  return num_classes % 64 == 0 && hidden % 128 == 0;
+}
+constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
+  return num_classes * hidden;
+}
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0

@@ -6,14 +6,15 @@
 namespace syncfree {
 
 struct ChunkRows {
-  int64_t first;      // position of the first live row in row_index
-  int64_t live;       // slots [0, live) are positions first, first + 1, ...
-  int64_t dead;       // slots [live, size) are positions dead, dead + 1, ... below the number of rows
-  bool last;          // no chunk after this one has live rows
+  int64_t first;  // position of the first live row in row_index
+  int64_t live;   // slots [0, live) are positions first, first + 1, ...
+  int64_t dead;   // slots [live, size) are positions dead, dead + 1, ... below the number of rows
+  bool last;      // no chunk after this one has live rows
 
   __device__ __forceinline__ explicit ChunkRows(const FusedChunk& c) {
     const int64_t n = static_cast<int64_t>(c.counts[kCountRows]), chunks = (n + c.size - 1) / c.size;
-    const int64_t even = chunks ? ((n + chunks - 1) / chunks + 127) / 128 * 128 : c.size, each = even < c.size ? even : c.size;
+    const int64_t even = chunks ? ((n + chunks - 1) / chunks + 127) / 128 * 128 : c.size,
+                  each = even < c.size ? even : c.size;
     first = c.index * each < n ? c.index * each : n;
     live = n - first < each ? n - first : each;
     dead = n + c.index * c.size - first - live;  // of the slots before, `first` were live

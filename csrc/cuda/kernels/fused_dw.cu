@@ -22,8 +22,10 @@ cudaError_t launch(const FusedDwParams& p, cudaStream_t stream) {
 
 cudaError_t launch_fused_dw(const FusedDwParams& p, cudaStream_t stream) {
   if (p.low) return launch<Epilogue::split>(p, stream);
-  if (p.sum_dtype == DType::f32) return p.accumulate ? launch<Epilogue::f32_add>(p, stream) : launch<Epilogue::f32>(p, stream);
-  if (p.sum_dtype == DType::bf16) return p.accumulate ? launch<Epilogue::bf16_add>(p, stream) : launch<Epilogue::bf16>(p, stream);
+  if (p.sum_dtype == DType::f32)
+    return p.accumulate ? launch<Epilogue::f32_add>(p, stream) : launch<Epilogue::f32>(p, stream);
+  if (p.sum_dtype == DType::bf16)
+    return p.accumulate ? launch<Epilogue::bf16_add>(p, stream) : launch<Epilogue::bf16>(p, stream);
   return cudaErrorInvalidValue;
 }
 

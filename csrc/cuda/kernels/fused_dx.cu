@@ -1,4 +1,5 @@
-// dX = alpha (v E W + g_t w_t): a GEMM into fp32 rows, then the row factors and the target's row of W as the rows go home.
+// dX = alpha (v E W + g_t w_t): a GEMM into fp32 rows, then the row factors and the target's row of W as the rows go
+// home.
 #include "../hopper/gemm.cuh"
 #include "device.cuh"
 #include "fused.h"
@@ -31,14 +32,16 @@ __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) 
   if (row < 0) return;
   Out* out = static_cast<Out*>(p.out) + row * p.hidden;
   const bool live = k < chunk.live;
-  const float alpha = *p.alpha, v = live ? p.rows.v[k] * alpha : 0.f, g = live ? p.rows.g_target[chunk.first + k] * alpha : 0.f;
+  const float alpha = *p.alpha, v = live ? p.rows.v[k] * alpha : 0.f,
+              g = live ? p.rows.g_target[chunk.first + k] * alpha : 0.f;
   const int t = live ? p.rows.target[k] : -1;
   const float* product = p.product + k * p.hidden;
   const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.weight) + int64_t(t < 0 ? 0 : t) * p.weight_pitch;
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
     float y[8] = {};
     if (live) {
-      const Pack<float> a = reinterpret_cast<const Pack<float>*>(product + i * 8)[0], b = reinterpret_cast<const Pack<float>*>(product + i * 8)[1];
+      const Pack<float> a = reinterpret_cast<const Pack<float>*>(product + i * 8)[0],
+                        b = reinterpret_cast<const Pack<float>*>(product + i * 8)[1];
       const Pack<__nv_bfloat16> c = reinterpret_cast<const Pack<__nv_bfloat16>*>(w)[i];
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] = v * a.v[e], y[4 + e] = v * b.v[e];
@@ -66,17 +69,25 @@ cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
       d{p.product, p.chunk.size, p.hidden, p.hidden};
   if (better_split(p.chunk.size, p.hidden, p.num_classes)) {
     args.splits = 2;
-    if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream)) return error;
+    if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream))
+      return error;
     if (cudaError_t error = launch_gemm<SplitProduct>(e, w, d, args, stream)) return error;
   } else {
     if (cudaError_t error = launch_gemm<Product>(e, w, d, args, stream)) return error;
   }
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.out_dtype) {
-    case DType::f32: fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }

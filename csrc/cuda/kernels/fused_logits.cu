@@ -52,7 +52,8 @@ cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream)
 
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream) {
   if (cudaError_t e = launch<Epilogue::row_max>(p, true, stream)) return e;
-  repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows, tiles);
+  repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows,
+                                                                                                      tiles);
   if (cudaError_t e = cudaGetLastError()) return e;
   return p.e ? launch<Epilogue::row_exp>(p, true, stream) : launch<Epilogue::row_stats>(p, true, stream);
 }

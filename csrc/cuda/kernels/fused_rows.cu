@@ -1,5 +1,5 @@
-// The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the factor v into x, and the
-// targets' share of dW through a stable sort by class.
+// The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
+// factor v into x, and the targets' share of dW through a stable sort by class.
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr float kLog2e = 1.4426950408889634f;
-// The target's E is 2^-40: the window of bfloat16 then holds classes up to 167 binary orders above it, and 86 below what matters.
+// The target's E is 2^-40: the window of bfloat16 then holds classes up to 167 binary orders above it, and 86 below
+// what matters.
 constexpr float kTargetExponent = 40.f;
 constexpr float kLargestSum = 1.3e36f;  // 2^120
 
@@ -30,19 +31,22 @@ template <class In>
 __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
   __shared__ float shared[kThreads / kWarp];
   const int64_t k = blockIdx.x;
-  Pack<__nv_bfloat16>* out = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
+  Pack<__nv_bfloat16>* out =
+      reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
   if (threadIdx.x == 0 && k == 0) *p.rows.any = 0;
   const ChunkRows chunk(p.chunk);
   if (k >= chunk.live) {
-    for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads)
+      reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
     return;
   }
   const int64_t row = chunk.row(p.chunk, k), t = p.targets[row + p.shift];
   const bool known = t >= 0 && t < p.num_classes;
   const In* x = static_cast<const In*>(p.input) + row * p.input_pitch;
-  const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
+  const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(
+      static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
   float dot = 0.f;
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
     Pack<__nv_bfloat16> a;
@@ -65,7 +69,8 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
 constexpr int kRowsPerBlock = 32, kSlices = 8;
 
 // 32 rows a block, 8 slices of tiles each; slices are added in order.
-__global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
+__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
+    fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
   __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
   __shared__ RowConstants<float> constants;
   const ChunkRows chunk(p.chunk);
@@ -97,11 +102,13 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices) fused_finish_kernel(co
       p.rows.only[k / kRowGroup] = 1;
       *p.rows.any = 1;
     }
-    // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the row's exponent.
+    // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the
+    // row's exponent.
     const float above = fmaf(-z, scale, exponent);
     const double relative = exact * exp2(double(above));
     const bool by_target = !(relative > 1e30);
-    const RowStats<float> stats{by_target ? z * constants.logit_scale : exponent / kLog2e, float(by_target ? relative : exact), z * constants.logit_scale, 0.f};
+    const RowStats<float> stats{by_target ? z * constants.logit_scale : exponent / kLog2e,
+                                float(by_target ? relative : exact), z * constants.logit_scale, 0.f};
     const float multiplier = p.row.token_weight ? static_cast<const float*>(p.row.token_weight)[i + p.row.shift] : 1.f;
     const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
     r = row_result(stats, constants, 1.f, multiplier, upstream);
@@ -120,7 +127,8 @@ __global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams 
   const int64_t k = blockIdx.x;
   if (k >= ChunkRows(p.chunk).live) return;
   const float factor = p.v[k] * *p.alpha;
-  Pack<__nv_bfloat16>* x = reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
+  Pack<__nv_bfloat16>* x =
+      reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
     Pack<__nv_bfloat16> a = x[i];
 #pragma unroll
@@ -151,10 +159,12 @@ __global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p
 }
 
 // Eight sums of one class from 16 bits in place and 8 in `low`, as hopper/split_accumulator.cuh left them.
-__device__ __forceinline__ void read_split(const uint8_t* low, const __nv_bfloat16* high, int64_t c, int64_t i, int64_t hidden, float (&y)[8]) {
+__device__ __forceinline__ void read_split(const uint8_t* low, const __nv_bfloat16* high, int64_t c, int64_t i,
+                                           int64_t hidden, float (&y)[8]) {
   const int64_t col = i * 8, tile = (c >> 6) * (hidden / 128) + col / 128;
   const int group = int(col % 128) / 8, upper = int(c >> 3) & 1, lane = int(c & 7) * 4, warp = int(c & 63) >> 4;
-  const uint8_t* at = low + tile * (64 * 128) + warp * (16 * 128) + (group / 4) * 512 + lane * 16 + (group % 4) * 4 + upper * 2;
+  const uint8_t* at =
+      low + tile * (64 * 128) + warp * (16 * 128) + (group / 4) * 512 + lane * 16 + (group % 4) * 4 + upper * 2;
   const uint4 h = reinterpret_cast<const uint4*>(high)[i];
   const uint32_t halves[4] = {h.x, h.y, h.z, h.w};
 #pragma unroll
@@ -224,7 +234,9 @@ cudaError_t launch_targets(const FusedTargetsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-unsigned blocks_of(int64_t n) { return unsigned((n + kThreads - 1) / kThreads); }
+unsigned blocks_of(int64_t n) {
+  return unsigned((n + kThreads - 1) / kThreads);
+}
 
 int key_bits(int64_t num_classes) {
   int bits = 1;
@@ -236,23 +248,33 @@ int key_bits(int64_t num_classes) {
 
 bool fused_supported_device() {
   int device = 0, major = 0, minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 && minor == 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
 }
 
 cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream) {
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.input_dtype) {
-    case DType::f32: fused_gather_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: fused_gather_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: fused_gather_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      fused_gather_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      fused_gather_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      fused_gather_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }
 
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
-  fused_finish_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0, stream>>>(p);
+  fused_finish_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0,
+                        stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -273,7 +295,8 @@ cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
   sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
   if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
   size_t bytes = p.scratch_bytes;
-  if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions, int(p.rows), 0, key_bits(p.num_classes), stream))
+  if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions,
+                                                      int(p.rows), 0, key_bits(p.num_classes), stream))
     return e;
   sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
@@ -281,10 +304,14 @@ cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
 
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {
   switch (p.input_dtype) {
-    case DType::f32: return launch_targets<float>(p, stream);
-    case DType::bf16: return launch_targets<__nv_bfloat16>(p, stream);
-    case DType::f16: return launch_targets<__half>(p, stream);
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      return launch_targets<float>(p, stream);
+    case DType::bf16:
+      return launch_targets<__nv_bfloat16>(p, stream);
+    case DType::f16:
+      return launch_targets<__half>(p, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

@@ -1,4 +1,5 @@
-// Per-row losses to results, summed in a fixed order in double; and the factor that turns products with g into gradients.
+// Per-row losses to results, summed in a fixed order in double; and the factor that turns products with g into
+// gradients.
 #include "../../common/formulas.h"
 #include "device.cuh"
 #include "launch.h"
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const float* ce, const fl
 __global__ void alpha_kernel(AlphaParams p) {
   double factor = p.counts[kInverseCe];
   if (p.upstream_scalar) factor *= double(*static_cast<const float*>(p.upstream_scalar));
-  if (p.half) factor = ldexp(factor, -half_exponent(p.counts, option_logit_scale(p.options), option_z_weight(p.options)));
+  if (p.half)
+    factor = ldexp(factor, -half_exponent(p.counts, option_logit_scale(p.options), option_z_weight(p.options)));
   float* alpha = static_cast<float*>(p.alpha);
   alpha[0] = float(factor);
   alpha[1] = 0.f;
@@ -48,8 +50,8 @@ __global__ void alpha_kernel(AlphaParams p) {
 cudaError_t launch_reduce(const ReduceParams& p, cudaStream_t stream) {
   if (p.reduction == Reduction::none) {
     if (p.rows == 0) return cudaSuccess;
-    add_kernel<<<unsigned((p.rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(static_cast<const float*>(p.ce), static_cast<const float*>(p.z),
-                                                                                      static_cast<float*>(p.loss), p.rows);
+    add_kernel<<<unsigned((p.rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+        static_cast<const float*>(p.ce), static_cast<const float*>(p.z), static_cast<float*>(p.loss), p.rows);
   } else {
     reduce_kernel<<<1, kThreads, 0, stream>>>(p);
   }

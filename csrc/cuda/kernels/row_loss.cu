@@ -1,11 +1,12 @@
-// Cross-entropy of rows of logits: statistics, loss and, in place or elsewhere, the gradient of the logits. formulas.h has the
-// mathematics; a block takes a row.
+// Cross-entropy of rows of logits: statistics, loss and, in place or elsewhere, the gradient of the logits. formulas.h
+// has the mathematics; a block takes a row.
 //
-// Pass 1 keeps a running maximum and sum a thread over tiles of kTile elements, and combines them in a fixed order. Pass 2 reads the row
-// again and writes g. Bytes an element: 4 + 4 + 2 for float logits and a bfloat16 gradient.
+// Pass 1 keeps a running maximum and sum a thread over tiles of kTile elements, and combines them in a fixed order.
+// Pass 2 reads the row again and writes g. Bytes an element: 4 + 4 + 2 for float logits and a bfloat16 gradient.
 //
-// g over the logits' own memory: element j of g lies at or before element j of the logits, so a tile may be written once all threads have
-// read it, and every tile before it has been read by then. One barrier a tile, between reading and writing, is enough.
+// g over the logits' own memory: element j of g lies at or before element j of the logits, so a tile may be written
+// once all threads have read it, and every tile before it has been read by then. One barrier a tile, between reading
+// and writing, is enough.
 #include <cmath>
 
 #include "../../common/formulas.h"
@@ -27,14 +28,18 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // e^(x - m); the difference is rounded before it is scaled, so that large common offsets cost no digits.
-__device__ __forceinline__ float exp_minus(float x, float m) { return exp2_fast((x - m) * kLog2e); }
+__device__ __forceinline__ float exp_minus(float x, float m) {
+  return exp2_fast((x - m) * kLog2e);
+}
 
-// A row seen as 16-byte packs. Index 0 is the first element; packs begin at -skew, so that they are aligned whatever the row is.
+// A row seen as 16-byte packs. Index 0 is the first element; packs begin at -skew, so that they are aligned whatever
+// the row is.
 template <class T>
 struct Row {
   T* data;
   int skew;
-  __device__ __forceinline__ explicit Row(T* p) : data(p), skew(int((reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T))) {}
+  __device__ __forceinline__ explicit Row(T* p)
+      : data(p), skew(int((reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T))) {}
 };
 
 // v[u * kVec + e] is element tile + (u * kThreads + thread) * kVec + e.
@@ -101,8 +106,9 @@ __device__ __forceinline__ Partial combine(const Partial& a, const Partial& b) {
 }
 
 __device__ __forceinline__ Partial shuffle(const Partial& a, int offset) {
-  return {__shfl_xor_sync(0xffffffffu, a.max, offset), __shfl_xor_sync(0xffffffffu, a.sum, offset), __shfl_xor_sync(0xffffffffu, a.smooth, offset),
-          __shfl_xor_sync(0xffffffffu, a.best, offset), __shfl_xor_sync(0xffffffffu, a.best_at, offset)};
+  return {__shfl_xor_sync(0xffffffffu, a.max, offset), __shfl_xor_sync(0xffffffffu, a.sum, offset),
+          __shfl_xor_sync(0xffffffffu, a.smooth, offset), __shfl_xor_sync(0xffffffffu, a.best, offset),
+          __shfl_xor_sync(0xffffffffu, a.best_at, offset)};
 }
 
 // From a stored logit to s = logit_scale (z + b), and to the final l.
@@ -137,8 +143,10 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
       constexpr int kVec = Pack<Out>::kSize;
       const bool aligned = is_aligned(grad);
       if (aligned)
-        for (int64_t j = threadIdx.x; j < n / kVec; j += kThreads) reinterpret_cast<uint4*>(grad)[j] = make_uint4(0, 0, 0, 0);
-      for (int64_t j = (aligned ? n / kVec * kVec : 0) + threadIdx.x; j < n; j += kThreads) grad[j] = from_float<Out>(0.f);
+        for (int64_t j = threadIdx.x; j < n / kVec; j += kThreads)
+          reinterpret_cast<uint4*>(grad)[j] = make_uint4(0, 0, 0, 0);
+      for (int64_t j = (aligned ? n / kVec * kVec : 0) + threadIdx.x; j < n; j += kThreads)
+        grad[j] = from_float<Out>(0.f);
     }
     if (threadIdx.x == 0) {
       if (p.ce) static_cast<float*>(p.ce)[i] = 0.f;
@@ -229,7 +237,8 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
     if (p.correct) p.correct[i] = own.best_at == t ? 1.f : 0.f;
     if (p.predicted) p.predicted[i] = own.best_at;
     if (p.row_stats && !p.read_stats)
-      reinterpret_cast<float4*>(p.row_stats)[i] = make_float4(stats.max_other, stats.sum_other, stats.target_logit, stats.smooth);
+      reinterpret_cast<float4*>(p.row_stats)[i] =
+          make_float4(stats.max_other, stats.sum_other, stats.target_logit, stats.smooth);
   }
   if (!grad) return;
   __syncthreads();
@@ -266,7 +275,8 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
 
 template <class In, class Out>
 cudaError_t launch(const RowParams& p, cudaStream_t stream) {
-  const bool general = p.bias || p.weight || p.options.softcap > 0 || p.options.label_smoothing > 0 || p.correct || p.predicted;
+  const bool general =
+      p.bias || p.weight || p.options.softcap > 0 || p.options.label_smoothing > 0 || p.correct || p.predicted;
   const unsigned blocks = unsigned(p.chunk.size);
   if (general)
     row_loss_kernel<In, Out, true><<<blocks, kThreads, 0, stream>>>(p);

@@ -130,34 +130,54 @@ template <class In>
 cudaError_t gather_from(const GatherParams& p, cudaStream_t stream) {
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.out_dtype) {
-    case DType::f32: gather_kernel<In, float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: gather_kernel<In, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: gather_kernel<In, __half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      gather_kernel<In, float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      gather_kernel<In, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      gather_kernel<In, __half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int64_t column_sum_scratch_bytes(int64_t columns) { return columns * kSlices * int64_t(sizeof(float)); }
+int64_t column_sum_scratch_bytes(int64_t columns) {
+  return columns * kSlices * int64_t(sizeof(float));
+}
 
 cudaError_t launch_gather(const GatherParams& p, cudaStream_t stream) {
   switch (p.input_dtype) {
-    case DType::f32: return gather_from<float>(p, stream);
-    case DType::bf16: return gather_from<__nv_bfloat16>(p, stream);
-    case DType::f16: return gather_from<__half>(p, stream);
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      return gather_from<float>(p, stream);
+    case DType::bf16:
+      return gather_from<__nv_bfloat16>(p, stream);
+    case DType::f16:
+      return gather_from<__half>(p, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t launch_store_rows(const StoreRowsParams& p, cudaStream_t stream) {
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.out_dtype) {
-    case DType::f32: store_rows_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: store_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: store_rows_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      store_rows_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      store_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      store_rows_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }
@@ -167,10 +187,17 @@ cudaError_t launch_cast_rows(const CastRowsParams& p, cudaStream_t stream) {
   const int64_t split = p.row_scale || p.rows > 4096 ? 1 : (p.columns + kPerBlock - 1) / kPerBlock;
   const dim3 blocks(unsigned(p.rows), unsigned(split < 65535 ? split : 65535));
   switch (p.out_dtype) {
-    case DType::f32: cast_rows_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: cast_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: cast_rows_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      cast_rows_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      cast_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      cast_rows_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaGetLastError();
 }
@@ -178,10 +205,17 @@ cudaError_t launch_cast_rows(const CastRowsParams& p, cudaStream_t stream) {
 cudaError_t launch_column_sum(const ColumnSumParams& p, cudaStream_t stream) {
   const dim3 blocks(unsigned((p.columns + kThreads - 1) / kThreads), kSlices);
   switch (p.g_dtype) {
-    case DType::f32: column_slices_kernel<float><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::bf16: column_slices_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p); break;
-    case DType::f16: column_slices_kernel<__half><<<blocks, kThreads, 0, stream>>>(p); break;
-    default: return cudaErrorInvalidValue;
+    case DType::f32:
+      column_slices_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      column_slices_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      column_slices_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   column_finish_kernel<<<blocks.x, kThreads, 0, stream>>>(p);
   return cudaGetLastError();

@@ -11,23 +11,32 @@ constexpr int kBlocksPerTensor = 1024;
 
 __device__ __forceinline__ double read_scale(const ScaleParams& p) {
   switch (p.scale_dtype) {
-    case DType::f64: return *static_cast<const double*>(p.scale);
-    case DType::bf16: return to_float(*static_cast<const __nv_bfloat16*>(p.scale));
-    case DType::f16: return to_float(*static_cast<const __half*>(p.scale));
-    default: return *static_cast<const float*>(p.scale);
+    case DType::f64:
+      return *static_cast<const double*>(p.scale);
+    case DType::bf16:
+      return to_float(*static_cast<const __nv_bfloat16*>(p.scale));
+    case DType::f16:
+      return to_float(*static_cast<const __half*>(p.scale));
+    default:
+      return *static_cast<const float*>(p.scale);
   }
 }
 
 template <class T>
-__device__ __forceinline__ T times(T x, float f) { return from_float<T>(to_float(x) * f); }
-__device__ __forceinline__ double times(double x, double f) { return x * f; }
+__device__ __forceinline__ T times(T x, float f) {
+  return from_float<T>(to_float(x) * f);
+}
+__device__ __forceinline__ double times(double x, double f) {
+  return x * f;
+}
 
 // F: float, or double for double data.
 template <class T, class F>
 __device__ __forceinline__ void scale_item(const ScaleParams::Item& item, F scale) {
   if (!item.row_scale && scale == F(1)) return;
   T* data = static_cast<T*>(item.data);
-  const int64_t n = item.rows * item.columns, step = int64_t(gridDim.x) * kThreads, begin = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t n = item.rows * item.columns, step = int64_t(gridDim.x) * kThreads,
+                begin = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   constexpr int kVec = Pack<T>::kSize;
   // A pack lies within one row when the rows are whole packs.
   int64_t done = 0;
@@ -52,10 +61,14 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
   const double scale = read_scale(p);
   const ScaleParams::Item& item = p.items[blockIdx.y];
   switch (item.dtype) {
-    case DType::f64: return scale_item<double, double>(item, scale);
-    case DType::f32: return scale_item<float, float>(item, float(scale));
-    case DType::bf16: return scale_item<__nv_bfloat16, float>(item, float(scale));
-    case DType::f16: return scale_item<__half, float>(item, float(scale));
+    case DType::f64:
+      return scale_item<double, double>(item, scale);
+    case DType::f32:
+      return scale_item<float, float>(item, float(scale));
+    case DType::bf16:
+      return scale_item<__nv_bfloat16, float>(item, float(scale));
+    case DType::f16:
+      return scale_item<__half, float>(item, float(scale));
   }
 }
 

@@ -14,14 +14,17 @@ cudaStream_t current_stream(int32_t device) {
 
 }  // namespace
 
-CudaBackend::CudaBackend(const Tensor& like) : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {
-  // With a driver too old for the runtime in this library no call succeeds: say which, once, before a kernel fails for a stranger reason.
+CudaBackend::CudaBackend(const Tensor& like)
+    : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {
+  // With a driver too old for the runtime in this library no call succeeds: say which, once, before a kernel fails for
+  // a stranger reason.
   static const cudaError_t usable = [] {
     int count = 0;
     return cudaGetDeviceCount(&count);
   }();
   if (usable == cudaErrorInsufficientDriver)
-    throw std::runtime_error("syncfree: this build carries the CUDA 13 runtime, which needs an NVIDIA driver of the 580 series or newer");
+    throw std::runtime_error(
+        "syncfree: this build carries the CUDA 13 runtime, which needs an NVIDIA driver of the 580 series or newer");
   done(usable, "device query");
 }
 

@@ -1,6 +1,8 @@
-// Matrix products through the cuBLAS that torch has loaded, on torch's own handle: its stream, workspace and TF32 setting.
+// Matrix products through the cuBLAS that torch has loaded, on torch's own handle: its stream, workspace and TF32
+// setting.
 //
-// The function is looked up in the running process. Linking it would tie the wheel to one soname, and torch always has it.
+// The function is looked up in the running process. Linking it would tie the wheel to one soname, and torch always has
+// it.
 #include <dlfcn.h>
 #include <library_types.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -19,8 +21,8 @@ constexpr int kCompute32F = 68;
 constexpr int kGemmDefault = -1;
 
 using Handle = void*;
-using GemmEx = int (*)(Handle, Operation, Operation, int, int, int, const void*, const void*, cudaDataType, int, const void*, cudaDataType, int, const void*,
-                       void*, cudaDataType, int, int, int);
+using GemmEx = int (*)(Handle, Operation, Operation, int, int, int, const void*, const void*, cudaDataType, int,
+                       const void*, cudaDataType, int, const void*, void*, cudaDataType, int, int, int);
 using SetPointerMode = int (*)(Handle, PointerMode);
 
 struct Cublas {
@@ -41,10 +43,14 @@ struct Cublas {
 
 cudaDataType type_of(DType type) {
   switch (type) {
-    case DType::f32: return CUDA_R_32F;
-    case DType::f64: return CUDA_R_64F;
-    case DType::bf16: return CUDA_R_16BF;
-    default: return CUDA_R_16F;
+    case DType::f32:
+      return CUDA_R_32F;
+    case DType::f64:
+      return CUDA_R_64F;
+    case DType::bf16:
+      return CUDA_R_16BF;
+    default:
+      return CUDA_R_16F;
   }
 }
 
@@ -52,8 +58,11 @@ cudaDataType type_of(DType type) {
 
 void CudaBackend::gemm(const GemmParams& p) {
   static const Cublas cublas;
-  if (!cublas.gemm_ex || !cublas.set_pointer_mode) throw std::runtime_error("syncfree: cublasGemmEx was not found in this process; torch has loaded no cuBLAS");
-  if (p.acc != DType::f32) throw std::invalid_argument("syncfree: float64 runs on the CPU; expected float32, bfloat16 or float16 on CUDA, got float64");
+  if (!cublas.gemm_ex || !cublas.set_pointer_mode)
+    throw std::runtime_error("syncfree: cublasGemmEx was not found in this process; torch has loaded no cuBLAS");
+  if (p.acc != DType::f32)
+    throw std::invalid_argument(
+        "syncfree: float64 runs on the CPU; expected float32, bfloat16 or float16 on CUDA, got float64");
   for (int64_t size : {p.m, p.n, p.k, p.lda, p.ldb, p.ldc})
     if (size > INT32_MAX) throw std::invalid_argument("syncfree: a matrix dimension is larger than 2^31 - 1");
 
@@ -72,13 +81,14 @@ void CudaBackend::gemm(const GemmParams& p) {
     const void* a = static_cast<const char*>(p.a) + begin * element * (p.transpose_a ? p.lda : 1);
     const void* b = static_cast<const char*>(p.b) + begin * element * (p.transpose_b ? 1 : p.ldb);
     // Row-major C = A B is column-major C^T = B^T A^T.
-    status = cublas.gemm_ex(handle, p.transpose_b ? kOpT : kOpN, p.transpose_a ? kOpT : kOpN, int(p.n), int(p.m), int(k), alpha, b, type_of(p.ab_dtype),
-                            int(p.ldb), a, type_of(p.ab_dtype), int(p.lda), beta, p.c, type_of(p.c_dtype), int(p.ldc), kCompute32F, kGemmDefault);
+    status = cublas.gemm_ex(handle, p.transpose_b ? kOpT : kOpN, p.transpose_a ? kOpT : kOpN, int(p.n), int(p.m),
+                            int(k), alpha, b, type_of(p.ab_dtype), int(p.ldb), a, type_of(p.ab_dtype), int(p.lda), beta,
+                            p.c, type_of(p.c_dtype), int(p.ldc), kCompute32F, kGemmDefault);
   }
   if (on_device) cublas.set_pointer_mode(handle, kPointerHost);
   if (status != 0)
-    throw std::runtime_error("syncfree: cublasGemmEx failed with status " + std::to_string(status) + " for m=" + std::to_string(p.m) + " n=" +
-                             std::to_string(p.n) + " k=" + std::to_string(p.k));
+    throw std::runtime_error("syncfree: cublasGemmEx failed with status " + std::to_string(status) + " for m=" +
+                             std::to_string(p.m) + " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k));
 }
 
 }  // namespace syncfree
