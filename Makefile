@@ -22,6 +22,8 @@ CXX_FILES = $$(find csrc tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -
 python = py=$$($(PYTHON) tools/environment.py --venv '$(VENV)' --torch '$(TORCH)' $(1)); PATH="$${py%/*}:$$PATH"
 # Compiles in place what has changed since the last time.
 compile = "$$py" setup.py --quiet egg_info build_ext --inplace
+# The same with tests/native, which shows C++ internals to pytest, where pybind11 is there.
+compile_tests = SYNCFREE_NATIVE=$$("$$py" -c 'import pybind11' 2>/dev/null && echo 1 || echo 0) $(compile)
 
 .PHONY: help
 help: ## list the commands
@@ -33,11 +35,11 @@ demo: ## train a small language model with the fused head and with the plain one
 
 .PHONY: test
 test: ## run the tests (on the GPU too, if there is one)
-	@$(call python,build test); $(compile); "$$py" -m pytest -m 'not slow' $(PYTEST)
+	@$(call python,build test); $(compile_tests); "$$py" -m pytest -m 'not slow' $(PYTEST)
 
 .PHONY: test-cuda
 test-cuda: ## run all tests, the slow ones too, and fail where no GPU is found
-	@$(call python,build test); $(compile); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
+	@$(call python,build test); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
 
 .PHONY: build
 build: ## compile the libraries in place

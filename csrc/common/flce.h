@@ -68,7 +68,7 @@ template <class Backend>
 FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                          const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need, bool final_gradients) {
   if constexpr (Backend::kHasFused)
-    if (backend.fuses(problem, in, outputs)) return backend.run_fused(problem, in, counts, upstream, outputs, need);
+    if (backend.fuses(problem, in)) return backend.run_fused(problem, in, counts, upstream, outputs, need);
   const ScalarType acc = in.acc;
   const DType acc_d = dtype_of(acc), compute_d = dtype_of(problem.compute);
   const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;

@@ -26,8 +26,8 @@ void count_rows(const CountParams& p) {
     if (!scored(i)) continue;
     const int64_t t = p.target[source(i)];
     if (t < 0 || t >= p.num_classes) {
-      throw std::out_of_range(message("syncfree: target: expected a class in [0, ", p.num_classes, ") or ignore_index ", p.ignore_index, ", got ", t,
-                                      " at position ", source(i)));
+      throw std::out_of_range(message("syncfree: target: expected a class in [0, ", p.num_classes, ") or ignore_index ",
+                                      p.ignore_index, ", got ", t, " at position ", source(i)));
     }
     ++count;
   }

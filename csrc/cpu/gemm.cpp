@@ -1,9 +1,9 @@
 // Matrix products through the BLAS that torch has loaded.
 //
-// C = alpha op(A) op(B) + C, row-major. fp32 and fp64 go to sgemm/dgemm; bf16 and f16 to MKL's mixed products, which take 16-bit
-// operands and give fp32: the logits never pass through 16 bits. Symbols are looked up once, at run time; where one is missing the
-// product goes through aten::mm on operands widened to the type of the sums. C in bf16 or f16 is computed a block of rows at a time in
-// fp32 and rounded once.
+// C = alpha op(A) op(B) + C, row-major. fp32 and fp64 go to sgemm/dgemm; bf16 and f16 to MKL's mixed products, which
+// take 16-bit operands and give fp32: the logits never pass through 16 bits. Symbols are looked up once, at run time;
+// where one is missing the product goes through aten::mm on operands widened to the type of the sums. C in bf16 or f16
+// is computed a block of rows at a time in fp32 and rounded once.
 #include <dlfcn.h>
 
 #include <array>
@@ -61,8 +61,8 @@ const GemmSymbols<In, T>& symbols() {
   return found;
 }
 
-// While it lives, MKL's calls on this thread use this thread alone: inside a parallel loop MKL would split the work for a team that it
-// does not get there. Other BLAS libraries see the loop for themselves.
+// While it lives, MKL's calls on this thread use this thread alone: inside a parallel loop MKL would split the work for
+// a team that it does not get there. Other BLAS libraries see the loop for themselves.
 class OneThread {
  public:
   OneThread() : before_(set_threads() ? set_threads()(1) : 0) {}
@@ -136,8 +136,9 @@ bool has_blas(const GemmParams& p) {
   return found.wide || (found.narrow && std::max({p.m, p.n, p.k, p.lda, p.ldb, p.ldc}) <= INT32_MAX);
 }
 
-// c = alpha op(A) op(B) + c or, where C is fresh, without it. MKL's mixed products write a fresh C at half the speed at which they add
-// to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so theirs is zeroed first, while it is small enough to stay in the cache.
+// c = alpha op(A) op(B) + c or, where C is fresh, without it. MKL's mixed products write a fresh C at half the speed at
+// which they add to one (AMX, 2024.2: 226 against 129 ms for 67 GFLOP), so theirs is zeroed first, while it is small
+// enough to stay in the cache.
 template <class In, class T>
 void product(const GemmParams& p, const In* a, const In* b, T alpha, bool accumulate, T* c, int64_t ldc) {
   if (!accumulate && (p.k == 0 || !std::is_same_v<In, T>)) {
@@ -178,8 +179,9 @@ void multiply_panel(const GemmParams& p, const In* a, const In* b, T alpha, Out*
   }
 }
 
-// Cuts the longer side of C into panels that stay in the second-level cache, each the work of one thread: no barriers but the last, and
-// values that do not depend on the number of threads. Where there are too few panels for that, BLAS gets C whole and its own threads.
+// Cuts the longer side of C into panels that stay in the second-level cache, each the work of one thread: no barriers
+// but the last, and values that do not depend on the number of threads. Where there are too few panels for that, BLAS
+// gets C whole and its own threads.
 template <class In, class T, class Out>
 void multiply(const GemmParams& p, const In* a, const In* b, T alpha, Out* c) {
   constexpr int64_t kPanelElements = 1 << 18, kPanelsPerThread = 4;

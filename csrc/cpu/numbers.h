@@ -1,7 +1,7 @@
 // Element types of CPU memory, their conversions, and loops over rows that torch's thread pool runs.
 //
-// bf16 and f16 are bit patterns here, converted with integer arithmetic that every compiler vectorises: rounding to nearest, ties to
-// even; NaN stays NaN, overflow becomes inf, subnormals are kept.
+// bf16 and f16 are bit patterns here, converted with integer arithmetic that every compiler vectorises: rounding to
+// nearest, ties to even; NaN stays NaN, overflow becomes inf, subnormals are kept.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -2,4 +2,6 @@
 #include "../common/register.h"
 #include "backend.h"
 
-STABLE_TORCH_LIBRARY_IMPL(syncfree, CPU, m) { SYNCFREE_REGISTER(m, syncfree::CpuBackend); }
+STABLE_TORCH_LIBRARY_IMPL(syncfree, CPU, m) {
+  SYNCFREE_REGISTER(m, syncfree::CpuBackend);
+}

@@ -1,8 +1,8 @@
 // Statistics, loss and gradient of the logits, a row at a time on one thread: formulas.h says what, this file how.
 //
-// Reads a row three times (maximum, sum of exponentials, gradient), which after the first time comes from the second-level cache.
-// Rows with a bias, a softcap, label smoothing or class weights are first brought to their final logits in a buffer of the thread;
-// with a softcap its slope is kept beside them, as both come from one exponential.
+// Reads a row three times (maximum, sum of exponentials, gradient), which after the first time comes from the
+// second-level cache. Rows with a bias, a softcap, label smoothing or class weights are first brought to their final
+// logits in a buffer of the thread; with a softcap its slope is kept beside them, as both come from one exponential.
 #include <memory>
 
 #include "../common/formulas.h"
@@ -81,7 +81,8 @@ SF_INLINE double sum_above(const typename Ops::T* l, const typename Ops::T* c, i
   return total;
 }
 
-// One vector of final logits: l = cap tanh(s / cap) or s, with s = scale (z + b); slope = dl/ds where there is a softcap.
+// One vector of final logits: l = cap tanh(s / cap) or s, with s = scale (z + b); slope = dl/ds where there is a
+// softcap.
 template <class Ops>
 SF_INLINE void final_logit(typename Ops::V z, typename Ops::T scale, typename Ops::T cap, typename Ops::V& l,
                            typename Ops::V& slope) {
@@ -116,8 +117,8 @@ SF_INLINE void final_logits(const In* z, const typename Ops::T* bias, typename O
   }
 }
 
-// The gradient of every class as if none were the target; the caller writes that one. In place (out over z, elements of out not larger)
-// each vector is read before anything is written over it or over what comes before it.
+// The gradient of every class as if none were the target; the caller writes that one. In place (out over z, elements of
+// out not larger) each vector is read before anything is written over it or over what comes before it.
 template <class Ops, class In, class Out>
 SF_INLINE void gradient(const In* z, int64_t n, typename Ops::T scale, const RowResult<typename Ops::T>& r,
                         const typename Ops::T* c, const typename Ops::T* cap_slope, Out* out) {
@@ -181,7 +182,8 @@ SF_INLINE RowStats<typename Ops::T> statistics(const In* z, int64_t n, int64_t t
 
 template <class In, class Out>
 struct RowKernel {
-  // Rows [begin, end) of the chunk, all live. buffer: 2 V elements where the options need final logits of their own, else null.
+  // Rows [begin, end) of the chunk, all live. buffer: 2 V elements where the options need final logits of their own,
+  // else null.
   template <class Ops>
   static SF_INLINE void run(const RowParams* params, int64_t begin, int64_t end, typename Ops::T* buffer) {
     using T = typename Ops::T;

@@ -1,5 +1,5 @@
-// Rows in and out of a chunk: gather, store, cast, and the column sums of a chunk. Each row, or block of columns, is one task, so the
-// values do not depend on the number of threads.
+// Rows in and out of a chunk: gather, store, cast, and the column sums of a chunk. Each row, or block of columns, is
+// one task, so the values do not depend on the number of threads.
 #include <cmath>
 
 #include "backend.h"
@@ -16,7 +16,8 @@ void convert_row(const In* in, Out* out, int64_t n) {
     for (int64_t j = 0; j < n; ++j) out[j] = narrow<Out>(widen(in[j]));
 }
 
-// Multiplied by it, a row of float16 has its largest magnitude in [2^14, 2^15): the range of float16 is spent on small values.
+// Multiplied by it, a row of float16 has its largest magnitude in [2^14, 2^15): the range of float16 is spent on small
+// values.
 template <class T>
 T normalising_power(const T* values, T alpha, int64_t n) {
   T largest = 0;

@@ -35,7 +35,8 @@ void scale_cpu(const ScaleParams& p) {
       }
       parallel(item.rows, item.columns, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          // The power of two of a row may be beyond what float holds once scale is in it, though the products are not: double.
+          // The power of two of a row may be beyond what float holds once scale is in it, though the products are not:
+          // double.
           scale_row(data + r * item.columns, scale * double(item.row_scale[r]), item.columns, true);
         }
       });

@@ -1,9 +1,9 @@
 // Vectors of floats for the row kernels, and the choice of the widest instruction set at run time.
 //
-// A kernel is a struct with an always-inlined `template <class Ops> static void run(args...)`; dispatch<Kernel>(args...) compiles it for
-// the baseline of the target and, on x86-64, for AVX2 and AVX-512, and calls the best one. FloatOps works on GCC vector extensions of
-// one native register, so the same text serves NEON, SSE2, AVX2 and AVX-512; DoubleOps is scalar. SYNCFREE_BASELINE_ONLY leaves the
-// baseline alone, for tests of it.
+// A kernel is a struct with an always-inlined `template <class Ops> static void run(args...)`;
+// dispatch<Kernel>(args...) compiles it for the baseline of the target and, on x86-64, for AVX2 and AVX-512, and calls
+// the best one. FloatOps works on GCC vector extensions of one native register, so the same text serves NEON, SSE2,
+// AVX2 and AVX-512; DoubleOps is scalar. SYNCFREE_BASELINE_ONLY leaves the baseline alone, for tests of it.
 #pragma once
 
 #include <cmath>

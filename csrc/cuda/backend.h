@@ -33,7 +33,7 @@ class CudaBackend {
 
   // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that
   // are scalars of a row.
-  bool fuses(const FlceProblem& problem, const LossInputs& in, const LossOutputs* outputs) const;
+  bool fuses(const FlceProblem& problem, const LossInputs& in) const;
   FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                           const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need);
 

@@ -102,6 +102,11 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
     if (p.starts[r0] >= 0 || p.starts[r1] >= 0) sum.store_low(acc);
   }
 
+  // The target and what lies outside hold -inf in this sense; a thread meets its columns in ascending order.
+  [[maybe_unused]] const float sense = scale > 0.f ? 1.f : -1.f;
+  [[maybe_unused]] float best0 = -INFINITY, best1 = -INFINITY;
+  [[maybe_unused]] int at0 = 0, at1 = 0;
+
   constexpr int kColumns = C::kF32 ? 32 : 64;
 #pragma unroll
   for (int chunk = 0; chunk < C::kBN / kColumns; ++chunk) {
@@ -111,6 +116,14 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
 #pragma unroll
       for (int q = 0; q < 16; ++q) {
         const float* v = acc + chunk * 32 + q * 2;
+        if constexpr (C::kArgmax) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& best = (q & 1) ? best1 : best0;
+            int& at = (q & 1) ? at1 : at0;
+            if (v[e] * sense > best) best = v[e] * sense, at = chunk * 32 + q * 2 + e;
+          }
+        }
         if constexpr (C::kRowExp) {
           const float k = (q & 1) ? -k1 : -k0;
           const float x = exp2_ftz(fmaf(v[0], scale, k)), y = exp2_ftz(fmaf(v[1], scale, k));
@@ -152,6 +165,22 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
     }
   }
 
+  if constexpr (C::kArgmax) {
+    at0 = col + (at0 >> 2) * 8 + (lane & 3) * 2 + (at0 & 1);
+    at1 = col + (at1 >> 2) * 8 + (lane & 3) * 2 + (at1 & 1);
+#pragma unroll
+    for (int offset = 1; offset <= 2; offset *= 2) {
+      const float b0 = __shfl_xor_sync(0xffffffffu, best0, offset), b1 = __shfl_xor_sync(0xffffffffu, best1, offset);
+      const int a0 = __shfl_xor_sync(0xffffffffu, at0, offset), a1 = __shfl_xor_sync(0xffffffffu, at1, offset);
+      if (b0 > best0 || (b0 == best0 && a0 < at0)) best0 = b0, at0 = a0;
+      if (b1 > best1 || (b1 == best1 && a1 < at1)) best1 = b1, at1 = a1;
+    }
+    float2* out = p.best + static_cast<size_t>(col / C::kBN) * p.m;
+    if ((lane & 3) == 0) {
+      if (r0 < live) out[r0] = make_float2(best0, __int_as_float(at0));
+      if (r1 < live) out[r1] = make_float2(best1, __int_as_float(at1));
+    }
+  }
   if constexpr (C::kRowExp) {
 #pragma unroll
     for (int offset = 1; offset <= 2; offset *= 2) {

@@ -15,10 +15,11 @@ namespace syncfree::sm90 {
 // row_exp:   stores E = bf16(2^(z - exponent[row])) with the target's column 0, sums of E a (row, tile) before and
 // after rounding
 // row_stats: the same without the store
+// .._argmax: also the largest logit of another class a (row, tile), and its class
 // row_max:   the maximum of z a (row, tile); nothing is stored
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
 // z is scale * log2(e) times the product, scale being the logit scale.
-enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_max, split };
+enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_exp_argmax, row_stats_argmax, row_max, split };
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };
 
@@ -36,8 +37,10 @@ struct Config {
   static constexpr bool kF32 = EPILOGUE_ == Epilogue::f32 || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kAdd = EPILOGUE_ == Epilogue::bf16_add || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
-  static constexpr bool kRowExp = EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
-  static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_max;
+  static constexpr bool kArgmax = EPILOGUE_ == Epilogue::row_exp_argmax || EPILOGUE_ == Epilogue::row_stats_argmax;
+  static constexpr bool kRowExp = kArgmax || EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
+  static constexpr bool kStores =
+      EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_stats_argmax && EPILOGUE_ != Epilogue::row_max;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
   static constexpr int kABytes = kBM * kBK * 2, kBBytes = kBN * kBK * 2, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
@@ -69,6 +72,7 @@ struct GemmArgs {
   const int* target;      // [m], -1: none
   float2* sums;           // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
   float* target_logit;    // [m]: the product in the target's column, not scaled
+  float2* best;           // argmax: [n tiles, m] of (logit in the sense of the scale's sign, class as bits)
   float scale_log2e;
   const double* scale_ptr;  // nullable: logit scale on the device, in place of scale_log2e / log2(e)
   uint8_t* low;             // split: [m / 64, n / BN, 64 * BN] bytes

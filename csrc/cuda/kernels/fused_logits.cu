@@ -26,11 +26,19 @@ cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream)
   args.target = p.rows.target;
   args.sums = static_cast<float2*>(p.rows.sums);
   args.target_logit = p.rows.target_logit;
+  args.best = static_cast<float2*>(p.rows.best);
   args.scale_log2e = float(p.options.logit_scale) * kLog2e;
   args.scale_ptr = p.options.logit_scale_ptr;
   const Matrix x{p.gathered, p.chunk.size, p.hidden, p.hidden}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch},
       e{p.e, p.chunk.size, p.num_classes, p.e_pitch};
   return launch_gemm<Logits<E>>(x, w, e, args, stream);
+}
+
+cudaError_t launch_either(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
+  if (p.rows.best)
+    return p.e ? launch<Epilogue::row_exp_argmax>(p, repair, stream)
+               : launch<Epilogue::row_stats_argmax>(p, repair, stream);
+  return p.e ? launch<Epilogue::row_exp>(p, repair, stream) : launch<Epilogue::row_stats>(p, repair, stream);
 }
 
 // One thread a row: the exponent that puts the largest E of a bad row at 2^60.
@@ -47,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(FusedChunk ch
 }  // namespace
 
 cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream) {
-  return p.e ? launch<Epilogue::row_exp>(p, false, stream) : launch<Epilogue::row_stats>(p, false, stream);
+  return launch_either(p, false, stream);
 }
 
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream) {
@@ -55,7 +63,7 @@ cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaS
   repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows,
                                                                                                       tiles);
   if (cudaError_t e = cudaGetLastError()) return e;
-  return p.e ? launch<Epilogue::row_exp>(p, true, stream) : launch<Epilogue::row_stats>(p, true, stream);
+  return launch_either(p, true, stream);
 }
 
 }  // namespace syncfree

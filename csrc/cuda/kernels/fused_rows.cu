@@ -72,6 +72,7 @@ constexpr int kRowsPerBlock = 32, kSlices = 8;
 __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
     fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
   __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
+  __shared__ float2 best_of[kSlices][kRowsPerBlock];
   __shared__ RowConstants<float> constants;
   const ChunkRows chunk(p.chunk);
   const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
@@ -80,6 +81,15 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   if (p.repair && (!*p.rows.any || !p.rows.only[k / kRowGroup])) return;
   if (threadIdx.x == 0) constants = row_constants<float>(p.row);
   double exact = 0, rounded = 0;
+  float2 best = make_float2(-INFINITY, __int_as_float(INT32_MAX));
+  const auto take = [&](float2 other) {
+    const bool larger = other.x > best.x || (other.x == best.x && __float_as_int(other.y) < __float_as_int(best.y));
+    if (larger) best = other;
+  };
+  if (k < live && p.rows.best) {
+    const float2* found = static_cast<const float2*>(p.rows.best);
+    for (int64_t t = slice; t < p.tiles; t += kSlices) take(found[t * p.chunk.size + k]);
+  }
   if (k < live) {
     const float2* sums = static_cast<const float2*>(p.rows.sums);
     for (int64_t t = slice; t < p.tiles; t += kSlices) {
@@ -89,12 +99,17 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   }
   exact_sums[slice][lane] = exact;
   rounded_sums[slice][lane] = rounded;
+  best_of[slice][lane] = best;
   __syncthreads();
   const int64_t i = k < p.chunk.size ? chunk.row(p.chunk, k) : -1;
   if (slice != 0 || i < 0) return;
-  for (int s = 1; s < kSlices; ++s) exact += exact_sums[s][lane], rounded += rounded_sums[s][lane];
+  for (int s = 1; s < kSlices; ++s) {
+    exact += exact_sums[s][lane], rounded += rounded_sums[s][lane];
+    take(best_of[s][lane]);
+  }
   RowResult<float> r{};
-  float v = 0.f, g = 0.f;
+  float v = 0.f, g = 0.f, correct = 0.f;
+  int predicted = -1;
   if (k < live) {
     const float exponent = p.rows.exponent[k], z = p.rows.target_logit[k], scale = constants.logit_scale * kLog2e;
     if (!p.repair && exact > double(kLargestSum)) {
@@ -113,6 +128,15 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
     const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
     r = row_result(stats, constants, 1.f, multiplier, upstream);
     v = by_target ? r.slope * exp2f(above) : r.slope;
+    if (p.rows.best) {
+      const int target = p.rows.target[k];
+      // A scale of 0 makes all logits equal, and the first class wins.
+      if (scale == 0.f) best = make_float2(0.f, __int_as_float(target == 0 && p.row.num_classes > 1 ? 1 : 0));
+      if (target >= 0) take(make_float2(scale == 0.f ? 0.f : scale > 0.f ? z : -z, __int_as_float(target)));
+      const int found = __float_as_int(best.y), last = int(p.row.num_classes) - 1;
+      predicted = found < last ? found : last;  // a row of NaN or -inf has found none
+      correct = predicted == target ? 1.f : 0.f;
+    }
     // The target takes what rounding E left over, so that the row of gradients sums to what it should.
     g = r.target + v * float(exact - rounded);
   }
@@ -121,6 +145,8 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   if (p.row.ce) static_cast<float*>(p.row.ce)[i] = r.ce;
   if (p.row.z) static_cast<float*>(p.row.z)[i] = r.z;
   if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = r.logsumexp;
+  if (p.row.correct) p.row.correct[i] = correct;
+  if (p.row.predicted) p.row.predicted[i] = predicted;
 }
 
 __global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams p) {

@@ -6,7 +6,7 @@
 namespace syncfree {
 #ifndef SYNCFREE_HOPPER
 
-bool CudaBackend::fuses(const FlceProblem&, const LossInputs&, const LossOutputs*) const {
+bool CudaBackend::fuses(const FlceProblem&, const LossInputs&) const {
   return false;
 }
 
@@ -34,14 +34,14 @@ T* data(const Tensor& t) {
 
 }  // namespace
 
-bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in, const LossOutputs* outputs) const {
+bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const {
   const auto wide = [](ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Float; };
   const int64_t hidden = problem.hidden, element = int64_t(problem.input.element_size());
   return problem.compute == ScalarType::BFloat16 && wide(problem.input.scalar_type()) && wide(problem.weight_leaf) &&
          in.rows > 0 && hidden % 8 == 0 && pitch_of(problem.weight) % 8 == 0 &&
          pitch_of(problem.input) * element % 16 == 0 && is_aligned16(problem.weight.const_data_ptr()) &&
          is_aligned16(problem.input.const_data_ptr()) && !problem.bias && !in.weight && in.options.softcap == 0 &&
-         in.options.label_smoothing == 0 && !(outputs && outputs->wants_argmax()) && fused_supported_device();
+         in.options.label_smoothing == 0 && fused_supported_device();
 }
 
 FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
@@ -63,6 +63,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const Tensor gathered = new_empty(x, {plan.rows, hidden}, ScalarType::BFloat16);
   const Tensor product = new_empty(x, {need.dx ? plan.rows : 0, hidden}, ScalarType::Float);
   const Tensor sums = new_empty(x, {tiles, plan.rows, 2}, ScalarType::Float);
+  const bool argmax = outputs && outputs->wants_argmax();
+  const Tensor best = new_empty(x, {argmax ? tiles : 0, plan.rows, 2}, ScalarType::Float);
   const Tensor row_floats = new_empty(x, {3, plan.rows}, ScalarType::Float);
   const Tensor row_ints = new_empty(x, {2 * plan.rows + ceil_div(plan.rows, kRowGroup) + 1}, ScalarType::Int);
   const Tensor g_target = new_empty(x, {rows}, ScalarType::Float);
@@ -83,6 +85,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   arrays.only = arrays.bad + plan.rows;
   arrays.any = arrays.only + ceil_div(plan.rows, kRowGroup);
   arrays.sums = sums.mutable_data_ptr();
+  arrays.best = argmax ? best.mutable_data_ptr() : nullptr;
   arrays.g_target = data<float>(g_target);
   const float* alpha_ptr = data<float>(alpha);
   this->alpha(AlphaParams{static_cast<const double*>(counts.counts.const_data_ptr()), in.options, upstream.scalar,
