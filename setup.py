@@ -7,6 +7,7 @@ Environment: SYNCFREE_CUDA=0|1 (default: when nvcc is found), SYNCFREE_CUDA_ARCH
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -20,6 +21,18 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
+def tool(name: str, folder: str) -> str:
+    """The tool of that name: of its PyPI package where Python sees it, else the first on the PATH."""
+    try:
+        bundled = Path(getattr(importlib.import_module(name), folder)) / name
+        if bundled.exists():
+            return str(bundled)
+    except (ImportError, AttributeError):
+        pass
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which(name, path=beside) or name
+
+
 class CMakeBuild(build_ext):
     """Configures once, lets Ninja find out what changed, and copies what was built to where setuptools wants it."""
 
@@ -29,10 +42,7 @@ class CMakeBuild(build_ext):
                 "syncfree_ext: building needs torch>=2.11; install it, then `pip install --no-build-isolation .`"
             )
         build = ROOT / "build" / "cmake"
-        cmake = (
-            shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-            or "cmake"
-        )
+        cmake, ninja = tool("cmake", "CMAKE_BIN_DIR"), tool("ninja", "BIN_DIR")
         cuda = {"0": "OFF", "1": "ON", "": "AUTO"}[os.environ.get("SYNCFREE_CUDA", "")]
         configure = [
             cmake,
@@ -42,6 +52,7 @@ class CMakeBuild(build_ext):
             str(build),
             "-G",
             "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DPython3_EXECUTABLE={sys.executable}",
             f"-DSYNCFREE_CUDA={cuda}",
         ]

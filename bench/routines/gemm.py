@@ -37,12 +37,16 @@ def _steps(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) ->
     }
     if device.type == "cuda" and dtype != torch.float32:
         wide, logits = torch.zeros(shape.V, shape.H, device=device), torch.empty(rows, shape.V, device=device)
-        all_rows, half = (torch.tensor([n], device=device, dtype=torch.int32) for n in (rows, rows // 2))
-        three = w.t().unsqueeze(0)
         steps |= {
             "logits in float32": (lambda: torch.mm(x, w.t(), out_dtype=torch.float32, out=logits), 1.0),
             "dW written in float32": (lambda: torch.mm(grad.t(), x, out_dtype=torch.float32, out=wide), 1.0),
             "dW added in float32": (lambda: torch.addmm(wide, grad.t(), x, out_dtype=torch.float32, out=wide), 1.0),
+        }
+    # torch._grouped_mm takes rows of whole 16 bytes.
+    if device.type == "cuda" and dtype != torch.float32 and shape.V % 8 == 0 and shape.H % 8 == 0:
+        all_rows, half = (torch.tensor([n], device=device, dtype=torch.int32) for n in (rows, rows // 2))
+        three = w.t().unsqueeze(0)
+        steps |= {
             "grouped logits": (lambda: torch._grouped_mm(x, three, offs=all_rows), 1.0),
             "grouped logits, half the rows": (lambda: torch._grouped_mm(x, three, offs=half), 0.5),
             "grouped dW": (lambda: torch._grouped_mm(grad.t(), x, offs=all_rows), 1.0),

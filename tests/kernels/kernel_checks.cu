@@ -109,24 +109,28 @@ std::vector<int64_t> draw_targets(int64_t n, int64_t classes, double ignored) {
 }
 
 void check_count() {
-  for (int64_t n : {1, 31, 32, 33, 255, 257, 2047, 2048, 2049, 100003})
+  for (int64_t n : {0, 1, 31, 32, 33, 255, 257, 2047, 2048, 2049, 16384, 16385, 100003})
     for (double ignored : {0.0, 0.3, 1.0})
-      for (int64_t shift : {0, 1}) {
-        const int64_t classes = 5000, sequence = n % 7 == 0 ? n / 7 : n;
-        const std::vector<float> weight = normal(size_t(classes));
-        const Device<float> weight_device(weight);
-        const Targets t(draw_targets(n, classes, ignored), classes, sequence, shift, weight_device.data);
-        double d = 0, c = 0;
-        for (int32_t i : t.expected_valid) d += weight[size_t(t.host[size_t(i + shift)])];
-        for (float w : weight) c += w;
-        const std::vector<double> counts = t.counts.host();
-        CHECK(t.rows.host() == t.expected, "count: rows, n=%ld ignored=%g shift=%ld", long(n), ignored, long(shift));
-        CHECK(counts[kCountRows] == double(t.expected_valid.size()), "count: N, n=%ld", long(n));
-        CHECK(std::fabs(counts[kCountWeight] - d) <= 1e-9 * (1 + std::fabs(d)), "count: D %g %g", counts[kCountWeight],
-              d);
-        CHECK(std::fabs(counts[kCountClasses] - c) <= 1e-9 * (1 + std::fabs(c)), "count: C %g %g",
-              counts[kCountClasses], c);
-      }
+      for (int64_t shift : {0, 1})
+        for (bool weighted : {false, true}) {
+          const int64_t classes = 5000, sequence = n && n % 7 == 0 ? n / 7 : std::max<int64_t>(n, 1);
+          const std::vector<float> weight = normal(size_t(classes));
+          const Device<float> weight_device(weight);
+          const Targets t(draw_targets(n, classes, ignored), classes, sequence, shift,
+                          weighted ? weight_device.data : nullptr);
+          double d = weighted ? 0 : double(t.expected_valid.size()), c = weighted ? 0 : double(classes);
+          if (weighted) {
+            for (int32_t i : t.expected_valid) d += weight[size_t(t.host[size_t(i + shift)])];
+            for (float w : weight) c += w;
+          }
+          const std::vector<double> counts = t.counts.host();
+          CHECK(t.rows.host() == t.expected, "count: rows, n=%ld ignored=%g shift=%ld", long(n), ignored, long(shift));
+          CHECK(counts[kCountRows] == double(t.expected_valid.size()), "count: N, n=%ld", long(n));
+          CHECK(std::fabs(counts[kCountWeight] - d) <= 1e-9 * (1 + std::fabs(d)), "count: D %g %g",
+                counts[kCountWeight], d);
+          CHECK(std::fabs(counts[kCountClasses] - c) <= 1e-9 * (1 + std::fabs(c)), "count: C %g %g",
+                counts[kCountClasses], c);
+        }
 }
 
 // Loss and gradient of the plain loss, in place in bfloat16 or float, over a chunk that is only partly live.

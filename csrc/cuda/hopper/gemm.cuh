@@ -231,13 +231,17 @@ cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmA
   args.n = static_cast<int>(C::kBmn ? b.columns : b.rows);
   args.k = static_cast<int>(C::kAmn ? a.rows : a.columns);
   if (args.splits < 1) args.splits = 1;
-  cudaError_t e = C::kAmn ? make_map(&args.a, a.data, false, a.rows, a.columns, a.pitch, C::kBK, 64)
-                          : make_map(&args.a, a.data, false, a.rows, a.columns, a.pitch, C::kBM, C::kBK);
+  const auto key = [&](const Matrix& x, int box_rows, int box_columns, bool f32) {
+    return MapKey{
+        x.data, uint64_t(x.rows), uint64_t(x.columns), uint64_t(x.pitch), uint32_t(box_rows), uint32_t(box_columns),
+        f32};
+  };
   constexpr int kBRows =
       C::kBmn ? (C::kCluster > 1 && !C::kSplitBoxes ? C::kBK / C::kCluster : C::kBK) : C::kBN / C::kCluster;
-  if (!e) e = make_map(&args.b, b.data, false, b.rows, b.columns, b.pitch, kBRows, C::kBmn ? 64 : C::kBK);
+  cudaError_t e = make_map(&args.a, key(a, C::kAmn ? C::kBK : C::kBM, C::kAmn ? 64 : C::kBK, false));
+  if (!e) e = make_map(&args.b, key(b, kBRows, C::kBmn ? 64 : C::kBK, false));
   if constexpr (C::kStores)
-    if (!e) e = make_map(&args.d, d.data, C::kF32, d.rows, d.columns, d.pitch, 64, C::kF32 ? 32 : 64);
+    if (!e) e = make_map(&args.d, key(d, 64, C::kF32 ? 32 : 64, C::kF32));
   if (e) return e;
   // About 16 MiB of the resident operand at a time.
   const int resident = args.k <= 16384 ? (16 << 20) / (2 * args.k) : 2048;

@@ -19,7 +19,18 @@ namespace syncfree::sm90 {
 // row_max:   the maximum of z a (row, tile); nothing is stored
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
 // z is scale * log2(e) times the product, scale being the logit scale.
-enum class Epilogue { bf16, f32, bf16_add, f32_add, row_exp, row_stats, row_exp_argmax, row_stats_argmax, row_max, split };
+enum class Epilogue {
+  bf16,
+  f32,
+  bf16_add,
+  f32_add,
+  row_exp,
+  row_stats,
+  row_exp_argmax,
+  row_stats_argmax,
+  row_max,
+  split
+};
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };
 
@@ -65,7 +76,7 @@ struct GemmArgs {
   FusedChunk chunk;  // its live rows bound m or k
   int m, n, k;
   int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
-  int group;  // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
+  int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
   const int* any;         // nullable: 0 ends the launch at once
   const int* only;        // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
   const float* exponent;  // [m]

@@ -54,10 +54,17 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Row-major [rows, columns] with `pitch` elements between rows, boxes of [box_rows, box_columns], 128-byte swizzle;
-// zeros are read outside.
-inline cudaError_t make_map(CUtensorMap* map, const void* data, bool f32, uint64_t rows, uint64_t columns,
-                            uint64_t pitch, uint32_t box_rows, uint32_t box_columns) {
+// A descriptor is a function of these alone, so a few are kept a thread: the chunks of a call, and steps that get the
+// same memory back from the allocator, ask for the same ones.
+struct MapKey {
+  const void* data;
+  uint64_t rows, columns, pitch;
+  uint32_t box_rows, box_columns;
+  bool f32;
+  bool operator==(const MapKey&) const = default;
+};
+
+inline cudaError_t encode_map(CUtensorMap* map, const MapKey& key) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -67,14 +74,36 @@ inline cudaError_t make_map(CUtensorMap* map, const void* data, bool f32, uint64
     return ok ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function) : nullptr;
   }();
   if (!encode) return cudaErrorSymbolNotFound;
-  const uint32_t bytes = f32 ? 4 : 2;
-  const cuuint64_t dims[2] = {columns, rows}, strides[1] = {pitch * bytes};
-  const cuuint32_t box[2] = {box_columns, box_rows}, steps[2] = {1, 1};
+  const uint32_t bytes = key.f32 ? 4 : 2;
+  const cuuint64_t dims[2] = {key.columns, key.rows}, strides[1] = {key.pitch * bytes};
+  const cuuint32_t box[2] = {key.box_columns, key.box_rows}, steps[2] = {1, 1};
   const CUresult result =
-      encode(map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data),
-             dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, key.f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+             const_cast<void*>(key.data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Row-major [rows, columns] with `pitch` elements between rows, boxes of [box_rows, box_columns], 128-byte swizzle;
+// zeros are read outside.
+inline cudaError_t make_map(CUtensorMap* map, const MapKey& key) {
+  constexpr int kKept = 16;
+  struct Kept {
+    MapKey keys[kKept] = {};
+    CUtensorMap maps[kKept];
+    int next = 0;
+  };
+  thread_local Kept kept;
+  for (int i = 0; i < kKept; ++i)
+    if (kept.keys[i] == key) {
+      *map = kept.maps[i];
+      return cudaSuccess;
+    }
+  if (cudaError_t e = encode_map(map, key)) return e;
+  kept.keys[kept.next] = key;
+  kept.maps[kept.next] = *map;
+  kept.next = (kept.next + 1) % kKept;
+  return cudaSuccess;
 }
 
 }  // namespace syncfree::sm90

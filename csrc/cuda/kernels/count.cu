@@ -132,6 +132,49 @@ __global__ void __launch_bounds__(kThreads) count_rows_kernel(CountParams p, con
   }
 }
 
+// All in one block, for as many rows as a chunk or two and no class weights: launches cost the host more than this
+// costs the device. A thread takes consecutive rows.
+constexpr int64_t kSmallEach = 16, kSmallRows = kFinishThreads * kSmallEach;
+
+__global__ void __launch_bounds__(kFinishThreads) count_small_kernel(CountParams p) {
+  __shared__ double shared[kFinishThreads / kWarp];
+  __shared__ int warp_total[kFinishThreads / kWarp];
+  const float* token_weight = static_cast<const float*>(p.token_weight);
+  const float* upstream = static_cast<const float*>(p.upstream);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t each = (p.rows + kFinishThreads - 1) / kFinishThreads, begin = threadIdx.x * each;
+  unsigned valid = 0;
+  double largest = 0;
+  for (int e = 0; e < each; ++e) {
+    const int64_t i = begin + e;
+    if (!is_valid(p, i)) continue;
+    valid |= 1u << e;
+    double multiplier = token_weight ? token_weight[i + p.shift] : 1.f;
+    if (upstream) multiplier *= upstream[i * p.upstream_stride];
+    largest = fmax(largest, fabs(multiplier));
+  }
+  int before = __popc(valid);
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, before, offset);
+    if (lane >= offset) before += left;
+  }
+  if (lane == kWarp - 1) warp_total[warp] = before;
+  __syncthreads();
+  int64_t n = 0;
+  for (int w = 0; w < kFinishThreads / kWarp; ++w) {
+    if (w == warp) before += int(n);
+    n += warp_total[w];
+  }
+  int64_t valid_at = before - __popc(valid), ignored_at = n + begin - valid_at;
+  for (int e = 0; e < each && begin + e < p.rows; ++e)
+    p.row_index[(valid >> e) & 1 ? valid_at++ : ignored_at++] = int32_t(begin + e);
+  largest = block_reduce<kFinishThreads>(largest, Max(), shared);
+  if (threadIdx.x == 0)
+    write_counts(p.counts, double(n), double(n), double(p.num_classes), 1.0,
+                 p.token_weight || p.upstream ? largest : 1.0, p.reduction, false, p.num_items);
+}
+
 }  // namespace
 
 int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) {
@@ -139,6 +182,10 @@ int64_t count_scratch_bytes(int64_t rows, int64_t num_classes) {
 }
 
 cudaError_t launch_count(const CountParams& p, cudaStream_t stream) {
+  if (p.rows <= kSmallRows && !p.weight) {
+    count_small_kernel<<<1, kFinishThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
   const int64_t row_blocks = blocks_of(p.rows), weight_blocks = p.weight ? blocks_of(p.num_classes) : 0;
   Partial* partials = static_cast<Partial*>(p.scratch);
   if (row_blocks + weight_blocks)

@@ -14,8 +14,9 @@ static_assert(Logits<Epilogue::row_exp>::kBN == kLogitsTileColumns);
 static_assert(Logits<Epilogue::row_exp>::kBM * Logits<Epilogue::row_exp>::kCluster == kRowGroup);
 
 constexpr int kThreads = 256;
-// E of a row's maximum after a repair: the sum over any vocabulary stays far below 2^127.
-constexpr float kRepairedMaximum = 60.f;
+// log2 of E of a row's maximum after a repair: the sum over any vocabulary stays far below 2^127, and v = 1 / sum far
+// above 2^-126.
+constexpr float kRepairedMaximum = 0.f;
 
 template <Epilogue E>
 cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
@@ -41,7 +42,7 @@ cudaError_t launch_either(const FusedLogitsParams& p, bool repair, cudaStream_t 
   return p.e ? launch<Epilogue::row_exp>(p, repair, stream) : launch<Epilogue::row_stats>(p, repair, stream);
 }
 
-// One thread a row: the exponent that puts the largest E of a bad row at 2^60.
+// One thread a row: the exponent that puts the largest E of a bad row at 1.
 __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(FusedChunk chunk, FusedRows rows, int64_t tiles) {
   if (!*rows.any) return;
   const int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x;

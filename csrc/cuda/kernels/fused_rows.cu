@@ -1,5 +1,6 @@
 // The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
 // factor v into x, and the targets' share of dW through a stable sort by class.
+#include <cub/block/block_radix_sort.cuh>
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
@@ -163,25 +164,58 @@ __global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= p.rows) return;
+__device__ __forceinline__ int32_t sort_key(const FusedSortParams& p, int64_t i) {
   int64_t t = p.num_classes;
   if (i < int64_t(p.counts[kCountRows])) {
     t = p.targets[p.row_index[i] + p.shift];
     if (t < 0 || t > p.num_classes) t = p.num_classes;
   }
-  p.keys_in[i] = int32_t(t);
+  return int32_t(t);
+}
+
+__device__ __forceinline__ void mark_bounds(const FusedSortParams& p, int64_t i) {
+  const int32_t key = p.keys[i];
+  if (key >= p.num_classes) return;
+  if (i == 0 || p.keys[i - 1] != key) p.starts[key] = int32_t(i);
+  if (i == p.rows - 1 || p.keys[i + 1] != key) p.ends[key] = int32_t(i + 1);
+}
+
+// All of it in one block, for as many rows as fit: the library's sort takes half a dozen launches.
+constexpr int kSortThreads = 1024, kSortEach = 8;
+constexpr int64_t kSmallSort = kSortThreads * kSortEach;
+
+__global__ void __launch_bounds__(kSortThreads) sort_small_kernel(FusedSortParams p, int bits) {
+  using Sort = cub::BlockRadixSort<int32_t, kSortThreads, kSortEach, int32_t>;
+  __shared__ typename Sort::TempStorage storage;
+  int32_t keys[kSortEach], positions[kSortEach];
+#pragma unroll
+  for (int e = 0; e < kSortEach; ++e) {
+    const int64_t i = int64_t(threadIdx.x) * kSortEach + e;
+    keys[e] = i < p.rows ? sort_key(p, i) : int32_t(p.num_classes);
+    positions[e] = int32_t(i);
+  }
+  Sort(storage).Sort(keys, positions, 0, bits);
+#pragma unroll
+  for (int e = 0; e < kSortEach; ++e) {
+    const int64_t i = int64_t(threadIdx.x) * kSortEach + e;
+    // Slots past the last row sort behind every row, since they came last with the largest key.
+    if (i < p.rows) p.keys[i] = keys[e], p.positions[i] = positions[e];
+  }
+  for (int64_t c = threadIdx.x; c < p.num_classes; c += kSortThreads) p.starts[c] = -1;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < p.rows; i += kSortThreads) mark_bounds(p, i);
+}
+
+__global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.rows) return;
+  p.keys_in[i] = sort_key(p, i);
   p.positions_in[i] = int32_t(i);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= p.rows) return;
-  const int32_t key = p.keys[i];
-  if (key >= p.num_classes) return;
-  if (i == 0 || p.keys[i - 1] != key) p.starts[key] = int32_t(i);
-  if (i == p.rows - 1 || p.keys[i + 1] != key) p.ends[key] = int32_t(i + 1);
+  if (i < p.rows) mark_bounds(p, i);
 }
 
 // Eight sums of one class from 16 bits in place and 8 in `low`, as hopper/split_accumulator.cuh left them.
@@ -310,6 +344,7 @@ cudaError_t launch_fused_scale(const FusedScaleParams& p, cudaStream_t stream) {
 }
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
+  if (rows <= kSmallSort) return 0;
   size_t bytes = 0;
   const int32_t* in = nullptr;
   int32_t* out = nullptr;
@@ -318,6 +353,10 @@ size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
 }
 
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
+  if (p.rows <= kSmallSort) {
+    sort_small_kernel<<<1, kSortThreads, 0, stream>>>(p, key_bits(p.num_classes));
+    return cudaGetLastError();
+  }
   sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
   if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
   size_t bytes = p.scratch_bytes;
