@@ -60,6 +60,10 @@ format: ## apply ruff and clang-format
 	"$$py" -m ruff format .; \
 	clang-format -i $(CXX_FILES)
 
+.PHONY: figures
+figures: ## renew the plots and the README's table from bench/results
+	@$(call python,bench); "$$py" -m bench figures
+
 .PHONY: wheel
 wheel: ## build the wheel into dist/
 	@$(call python,build); "$$py" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .; ls -l dist
