@@ -31,7 +31,7 @@ struct FusedRows {
   int32_t* target;      // [size], -1: none (not live, or no class)
   float* target_logit;  // [size]: z of the target before logit_scale and log2 e
   void* sums;           // float2 [tiles, size]: of E before and after rounding
-  void* best;           // float2 [tiles, size]: largest logit of another class, and the class; null unless argmax is asked for
+  void* best;           // float2 [tiles, size]: largest logit of another class, and the class; nullable
   float* v;             // [size]
   int32_t* bad;         // [size]: the row left the range that E can hold
   int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
