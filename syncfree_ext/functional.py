@@ -97,8 +97,9 @@ def linear_cross_entropy(
         chunk_rows: how many rows of logits exist at a time; rounded up to 128 on CUDA. None: chosen from the shapes and
             workspace_bytes.
         workspace_bytes: memory for those logits. None: a constant (docs/semantics.md), never a function of free memory.
-        accum_dtype: None or torch.float32 add the weight gradient up over chunks in float32; the dtype of linear_weight
-            adds it up in that dtype, with less memory and less accuracy.
+        accum_dtype: None or torch.float32 add the weight gradient up over chunks in float32, or in its upper 24 bits,
+            which rounding the result hides; the dtype of linear_weight adds it up in that dtype, with less memory and
+            less accuracy.
 
     Returns:
         The loss, or, if any return_* is set, a LinearCrossEntropyOutput.

@@ -121,6 +121,27 @@ def test_any_number_of_classes(v: int, rng: torch.Generator, device: torch.devic
     compare(x - 3 * w.float().mean(0).bfloat16(), w, target, z_loss_weight=0.01, token_scaling=True)
 
 
+@pytest.mark.parametrize("nats", [60, 70, 90, 104, 108, 110.3, 130, 300])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_items": 2e6}, {"token_weight": 1e-9}], ids=["plain", "divided", "weighted"]
+)
+def test_one_class_far_above_the_target(
+    nats: float, options: dict[str, float], rng: torch.Generator, device: torch.device
+) -> None:
+    """A loss of many nats through large weights: neither 1 / sum nor a product with W may leave float32."""
+    x, w, _ = problem(rng, device, 256, 64)
+    target = torch.randint(1, 64, (256,), generator=rng).to(device)
+    x[::5], x[::5, 0] = 0, 0.125
+    w[:, 0] = 0
+    w[0, 0] = nats / 0.125
+    more: dict[str, Any] = {}
+    if "num_items" in options:
+        more["num_items"] = torch.tensor(options["num_items"], device=device)
+    if "token_weight" in options:
+        more["token_weight"] = torch.full((256,), options["token_weight"], device=device)
+    compare(x, w, target, **more)
+
+
 @pytest.mark.parametrize("bad", [V, -1, 2**31, 2**63 - 1, -(2**63)])
 def test_target_out_of_range(bad: int, rng: torch.Generator, device: torch.device) -> None:
     x, w, target = problem(rng, device)

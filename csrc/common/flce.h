@@ -116,13 +116,14 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
   for (int64_t i = 0; i < plan.count; ++i) {
     const int64_t first = i * plan.rows, size = std::min(plan.rows, rows - first);
     const Chunk chunk = counts.chunk(first, size);
+    const int64_t product_rows = backend.product_rows(chunk);  // all of them, where the host cannot know better
     backend.gather(GatherParams{chunk, x.const_data_ptr(), dtype_of(x.scalar_type()), pitch_of(x), hidden,
                                 gathered.mutable_data_ptr(), compute_d, hidden});
 
     GemmParams gemm{};
     gemm.ab_dtype = compute_d;
     gemm.acc = acc_d;
-    gemm.m = size, gemm.n = classes, gemm.k = hidden;
+    gemm.m = product_rows, gemm.n = classes, gemm.k = hidden;
     gemm.a = gathered.const_data_ptr(), gemm.lda = hidden;
     gemm.b = problem.weight.const_data_ptr(), gemm.ldb = pitch_of(problem.weight), gemm.transpose_b = true;
     gemm.c = logits.mutable_data_ptr(), gemm.ldc = pitch, gemm.c_dtype = acc_d;
@@ -139,7 +140,7 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
     backend.rows(row);
 
     if (need.dx) {
-      gemm.m = size, gemm.n = hidden, gemm.k = classes;
+      gemm.m = product_rows, gemm.n = hidden, gemm.k = classes;
       gemm.a = logits.const_data_ptr(), gemm.lda = g_pitch;
       gemm.b = problem.weight.const_data_ptr(), gemm.ldb = pitch_of(problem.weight), gemm.transpose_b = false;
       gemm.c = product.mutable_data_ptr(), gemm.ldc = hidden, gemm.c_dtype = acc_d;
@@ -149,7 +150,7 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
                                          scale_dx ? static_cast<float*>(out.dx_scale.mutable_data_ptr()) : nullptr});
     }
     if (need.dw) {
-      gemm.m = classes, gemm.n = hidden, gemm.k = size;
+      gemm.m = classes, gemm.n = hidden, gemm.k = product_rows;
       gemm.a = logits.const_data_ptr(), gemm.lda = g_pitch, gemm.transpose_a = true;
       gemm.b = gathered.const_data_ptr(), gemm.ldb = hidden, gemm.transpose_b = false;
       gemm.c = dw_sum.mutable_data_ptr(), gemm.ldc = hidden, gemm.c_dtype = dtype_of(dw_sum.scalar_type());

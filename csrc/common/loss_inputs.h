@@ -46,12 +46,14 @@ struct LossInputs {
     SF_CHECK(shift >= 0, op, ": shift must be >= 0, got ", shift);
     SF_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing must be in [0, 1], got ",
              label_smoothing);
-    SF_CHECK(!softcap || *softcap > 0, op, ": softcap must be > 0, got ", softcap.value_or(0));
+    SF_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, ": softcap must be > 0 and finite, got ",
+             softcap.value_or(0));
     options.reduction = reduction_of(op, reduction);
     SF_CHECK(!num_items || options.reduction == Reduction::mean, op,
              ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
     target = flat(targets, ScalarType::Long);
     sequence = targets.size(targets.dim() - 1);
+    this->shift = std::min(shift, sequence);  // further than the end is past the end, and sums of it do not overflow
     if (weight) {
       check_floating(op, "weight", *weight);
       check_same_device(op, "weight", *weight, like);

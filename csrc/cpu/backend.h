@@ -1,6 +1,8 @@
 // The CPU's kernels as the chunk driver sees them. Host memory is read freely here: there is nothing to wait for.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/gemm.h"
 #include "../common/tensor.h"
 
@@ -26,6 +28,9 @@ struct CpuBackend {
   static constexpr int64_t column_sum_scratch_bytes(int64_t) { return 0; }
 
   explicit CpuBackend(const Tensor&) {}
+  int64_t product_rows(const Chunk& c) const {
+    return std::clamp<int64_t>(int64_t(c.counts[kCountRows]) - c.first, 0, c.size);
+  }
   void count(const CountParams& p) { count_cpu(p); }
   void gather(const GatherParams& p) { gather_cpu(p); }
   void rows(const RowParams& p) { rows_cpu(p); }

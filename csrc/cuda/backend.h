@@ -20,6 +20,7 @@ class CudaBackend {
   static int64_t column_sum_scratch_bytes(int64_t columns) { return syncfree::column_sum_scratch_bytes(columns); }
 
   explicit CudaBackend(const Tensor& like);
+  int64_t product_rows(const Chunk& c) const { return c.size; }
   void count(const CountParams& p) { done(launch_count(p, stream_), "count"); }
   void gather(const GatherParams& p) { done(launch_gather(p, stream_), "gather"); }
   void rows(const RowParams& p) { done(launch_rows(p, stream_), "row loss"); }

@@ -1,10 +1,10 @@
 // D kept in 24 bits between launches: the upper 16 of each fp32 in D's own memory, 8 more in `low`, at V * H bytes in
 // all.
 //
-// The bits are cut, not rounded: over 32 launches that shrinks a sum by at most 2^-12 of itself, far below the rounding
-// of the result, and it keeps NaN and infinity what they are. Each warp writes its fragments in whole runs of 16 bytes
-// to the cells of its own 16 rows, so the upper halves lie scrambled there until the last launch loads them all and
-// stores D row-major. m % 64 == 0, n % BN == 0.
+// The bits are cut, not rounded, which keeps NaN and infinity what they are and shrinks a sum by at most 2^-15 of
+// itself a launch, half of that on average: the caller bounds the number of launches. Each warp writes its fragments in
+// whole runs of 16 bytes to the cells of its own 16 rows, so the upper halves lie scrambled there until the last launch
+// loads them all and stores D row-major. m % 64 == 0, n % BN == 0.
 #pragma once
 
 #include "gemm_config.cuh"

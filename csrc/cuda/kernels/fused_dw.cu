@@ -1,4 +1,4 @@
-// dW += E^T (alpha v x) for all classes but each row's target; the targets' share is added by fused_targets.cu.
+// dW += E^T (alpha v x) for all classes but each row's target; the targets' share is added by fused_targets_kernel.
 #include "../hopper/gemm.cuh"
 #include "fused.h"
 
