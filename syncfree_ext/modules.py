@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +115,16 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             workspace_bytes=self.workspace_bytes,
             accum_dtype=self.accum_dtype,
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinearCrossEntropyLoss:
+        # Options follow the module to a device but keep their dtype: half() would make 0 of a z_loss_weight of 1e-8.
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
 
     def extra_repr(self) -> str:
         """The options that differ from their defaults."""

@@ -147,3 +147,17 @@ def test_copies_do_not_share(batch: dict[str, Tensor]) -> None:
     twin.weight.zero_()
     assert module.weight.any()
     assert twin.softcap == 3.0
+
+
+def test_options_keep_their_dtype_when_the_module_is_cast() -> None:
+    loss = sf.FusedLinearCrossEntropyLoss(
+        torch.tensor([0.1, 1.0]), logit_scale=torch.tensor(1.001), z_loss_weight=torch.tensor(1e-8)
+    )
+    head = sf.LinearCrossEntropyHead(4, 2, loss=loss).to(torch.bfloat16).half()
+    assert head.weight.dtype == torch.float16
+    for name, value in (("logit_scale", 1.001), ("z_loss_weight", 1e-8)):
+        kept = getattr(head.loss, name)
+        assert kept.dtype == torch.float32
+        assert torch.equal(kept, torch.tensor(value))
+    assert torch.equal(head.loss.weight, torch.tensor([0.1, 1.0]))
+    assert head.to("meta").loss.z_loss_weight.device.type == "meta"
