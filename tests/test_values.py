@@ -25,6 +25,7 @@ from tolerances import (
     lean_bound,
     loss_tolerance,
     relative_error,
+    smallest_error,
 )
 
 ARRAY = covering_array(DIMENSIONS)
@@ -70,8 +71,7 @@ def check_gradients(call: Call, ref: Gradients, grads: tuple[Tensor | None, ...]
             continue
         assert grad is not None, f"no d{name}"
         assert grad.dtype == leaf.dtype
-        # Where float16 has only subnormal numbers left, rounding costs half their spacing in each element.
-        floor = 2.0**-25 * math.sqrt(grad.numel()) if grad.dtype == torch.float16 else 1e-30
+        floor = smallest_error(grad.dtype, grad.numel())
         tol = bound.of(grad.dtype, noise, float(expected.norm()))
         assert_close_rel(grad, expected, tol, floor, f"d{name}")
 

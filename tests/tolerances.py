@@ -51,6 +51,11 @@ def lean_bound(chunks: int) -> float:
     return 1.9e-3 * math.sqrt((chunks + 1) / 2)
 
 
+def smallest_error(dtype: torch.dtype, numel: int) -> float:
+    """What rounding a gradient costs at least: half the spacing of float16's subnormal numbers in each element."""
+    return 2.0**-25 * math.sqrt(numel) if dtype == torch.float16 else 1e-30
+
+
 def loss_tolerance(dtype: torch.dtype, reference: Tensor, logit_max: float, rows: int) -> float:
     """Absolute tolerance of a reduced loss, or relative to the norm of a loss per row.
 
