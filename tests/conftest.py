@@ -16,12 +16,12 @@ import pytest
 import torch
 
 _SEED = "SYNCFREE_SEED"
-# Either name turns "no GPU" from a skip into a failure.
-_REQUIRE_CUDA = ("SYNCFREE_REQUIRE_CUDA", "SYNCFREE_FAIL_WITHOUT_CUDA")
+# Turns "no GPU" from a skip into a failure.
+_REQUIRE_CUDA = "SYNCFREE_FAIL_WITHOUT_CUDA"
 
 
 def _cuda_is_required() -> bool:
-    return any(os.environ.get(name, "0") not in ("", "0") for name in _REQUIRE_CUDA)
+    return os.environ.get(_REQUIRE_CUDA, "0") not in ("", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ void gemm_cpu(const GemmParams& p);
 
 struct CpuBackend {
   static constexpr bool kHasFused = false;
-  static constexpr int64_t kDefaultWorkspace = int64_t(64) << 20;  // measured best on 2 cores: see docs/kernels.md
+  static constexpr int64_t kDefaultWorkspace = int64_t(64) << 20;  // larger and smaller chunks measured within noise
   static constexpr int64_t kMinRows = 512;
   static constexpr int64_t kRowMultiple = 1;
   static constexpr int64_t count_scratch_bytes(int64_t, int64_t) { return 0; }

@@ -23,8 +23,8 @@ bool is_aligned16(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
 }
 
-// Cutting a sum to 24 bits once a chunk shrinks it a little each time: at 128 chunks the error of dW would be 1.1 times
-// that of one rounding, at 64 it does not show.
+// Cutting a sum to 24 bits once a chunk shrinks it a little each time. In a simulation the error of dW was 1.01 times
+// that of one rounding at 32 chunks and 1.11 times at 128; 1.2 is the bound.
 constexpr int64_t kMaxSplitChunks = 64;
 
 int64_t tiles_of(int64_t num_classes) {
