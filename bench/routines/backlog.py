@@ -1,8 +1,9 @@
 """Host and GPU time of a head while a large device-to-host copy drains on another stream.
 
 A head that reads a number back waits behind that copy, and the host with it. Measured with an upstream gradient of 1,
-which lets a head leave its gradients alone, and of 0.5. On the CPU there is no copy and no stream: the times are those
-of the calls.
+which lets a head leave its gradients alone, and of 0.5. `host_autograd_ms` is the backward of one multiplication of one
+number under the same conditions: what waking the engine's thread costs whatever the head does. On the CPU there is no
+copy and no stream: the times are those of the calls.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .common import guarded, refuse_if_wrong
 HELP = "Host and GPU time while a device-to-host copy drains on a side stream."
 COPY_BYTES = 2 * 2**30
 UPSTREAM = (1.0, 0.5)
-_REPEATS = 8
-_WARM_UP = 2
+_REPEATS = 20
+_WARM_UP = 4
 
 
 class _Backlog:
@@ -79,23 +80,33 @@ class _Event:
 def _one_call(head: heads.Head, batch: Batch, upstream: Tensor, backlog: _Backlog) -> Record:
     device = batch.x.device
     events = [_Event(device) for _ in range(4)]
+    for event in events:
+        event.record()  # makes it
     batch.drop_grad()
     synchronize(device)
     backlog.queue()
-    t0 = time.perf_counter()
     events[0].record()
+    t0 = time.perf_counter()
     loss = head.call(batch.x, batch.w, batch.t)
-    events[1].record()
     t1 = time.perf_counter()
+    events[1].record()
     # A head that waited has drained the copy by now; backward shall meet one as well.
     backlog.queue()
-    t2 = time.perf_counter()
     events[2].record()
+    t2 = time.perf_counter()
     loss.backward(upstream)
-    events[3].record()
     t3 = time.perf_counter()
+    events[3].record()
+    synchronize(device)
+    number = torch.ones((), device=device, requires_grad=True)
+    product = number * 2
+    backlog.queue()
+    t4 = time.perf_counter()
+    product.backward(upstream)
+    t5 = time.perf_counter()
     synchronize(device)
     return {
+        "host_autograd_ms": 1e3 * (t5 - t4),
         "host_forward_ms": 1e3 * (t1 - t0),
         "host_backward_ms": 1e3 * (t3 - t2),
         "gpu_forward_ms": events[0].until(events[1]),
@@ -153,6 +164,7 @@ def describe(record: Record) -> str:
     """The medians in a line."""
     ms = {k: record[k]["median"] for k in record if k.startswith(("host_", "gpu_"))}
     return (
-        f"host {ms['host_forward_ms']:.2f} + {ms['host_backward_ms']:.2f} ms, GPU {ms['gpu_forward_ms']:.2f} + "
+        f"host {ms['host_forward_ms']:.2f} + {ms['host_backward_ms']:.2f} ms (autograd alone "
+        f"{ms['host_autograd_ms']:.2f}), GPU {ms['gpu_forward_ms']:.2f} + "
         f"{ms['gpu_backward_ms']:.3f} ms, {record['syncs_forward']} + {record['syncs_backward']} syncs seen"
     )
