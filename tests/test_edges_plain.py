@@ -179,6 +179,24 @@ def test_nan_and_infinity_stay_in_their_row(rng: torch.Generator, device: torch.
         assert_close_rel(grads[0][others], expected_grads[0][others], 1e-6)
 
 
+@pytest.mark.parametrize("row", [0, 299])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_of_any_chunk_reaches_dw(value: float, row: int, rng: torch.Generator, device: torch.device) -> None:
+    # A shape whose dW may be kept in fewer bits between chunks: what is not finite must survive that.
+    x = torch.randn(BT, 128, generator=rng).to(device, torch.bfloat16)
+    w = (torch.randn(512, 128, generator=rng) / 16).to(device, torch.bfloat16)
+    target = torch.randint(0, 512, (BT,), generator=rng).to(device)
+    x[row, 3] = value
+    for options in ({}, {"accum_dtype": torch.bfloat16}):
+        out, grads = loss_and_gradients(x, w, target, chunk_rows=128, **options)
+        assert not out.isfinite()
+        assert grads[0] is not None
+        assert grads[1] is not None
+        assert not grads[0][row].isfinite().any()
+        assert not grads[1].isfinite().any()
+        assert grads[0][1:299].isfinite().all()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_upstream_zero_and_infinite(reduction: str, rng: torch.Generator, device: torch.device) -> None:
     x, w, target = problem(rng, device)

@@ -47,6 +47,22 @@ def test_chunks_cover_the_rows_evenly(native: ModuleType) -> None:
         assert size * row_bytes <= max(1 << 30, (max(min_rows, multiple) + multiple) * row_bytes)
 
 
+def test_arrays_of_a_workspace_do_not_overlap(native: ModuleType) -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(200):
+        floats = [draw.choice([0, 1, 63, 64, 65, draw.randrange(5000)]) for _ in range(draw.randrange(12))]
+        measured, used, offsets = native.carve(floats)
+        assert measured == used
+        end = 0
+        for n, at in zip(floats, offsets, strict=True):
+            assert (at == -1) == (n == 0)
+            if n:
+                assert at % 256 == 0
+                assert at >= end
+                end = at + 4 * n
+        assert end <= used
+
+
 def test_chunk_rows_are_taken_as_they_are(native: ModuleType) -> None:
     assert native.plan_chunks(1000, 64, chunk_rows=1, multiple=1) == (1, 1000)
     assert native.plan_chunks(1000, 64, chunk_rows=1) == (128, 8)

@@ -8,6 +8,7 @@
 
 #include "../../csrc/common/chunk_plan.h"
 #include "../../csrc/common/formulas.h"
+#include "../../csrc/common/workspace.h"
 #include "../../csrc/cpu/backend.h"
 
 namespace py = pybind11;
@@ -49,6 +50,21 @@ PYBIND11_MODULE(syncfree_native, m) {
       },
       py::arg("rows"), py::arg("row_bytes"), py::arg("chunk_rows") = 0, py::arg("workspace_bytes") = 0,
       py::arg("default_workspace") = int64_t(1) << 30, py::arg("min_rows") = 1024, py::arg("multiple") = 128);
+  m.def(
+      "carve",
+      [](const std::vector<int64_t>& floats) {
+        Carver measure;
+        for (int64_t n : floats) measure.take<float>(n);
+        std::vector<char> memory(size_t(measure.bytes()) + 1);
+        Carver carver(memory.data());
+        std::vector<int64_t> offsets;  // -1: nothing was taken
+        for (int64_t n : floats) {
+          const float* at = carver.take<float>(n);
+          offsets.push_back(at ? reinterpret_cast<const char*>(at) - memory.data() : -1);
+        }
+        return std::make_tuple(measure.bytes(), carver.bytes(), offsets);
+      },
+      py::arg("floats"));
   m.def("logits_pitch", &logits_pitch, py::arg("num_classes"), py::arg("element_bytes"));
   m.def("compact", &compact, py::arg("target"), py::arg("ignore_index") = -100, py::arg("sequence"),
         py::arg("shift") = 0, py::arg("num_classes"));

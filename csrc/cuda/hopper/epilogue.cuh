@@ -6,6 +6,7 @@
 #pragma once
 
 #include "split_accumulator.cuh"
+#include "store_rows.cuh"
 
 namespace syncfree::sm90 {
 
@@ -59,6 +60,10 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
                                            int row, int col, int live, float scale, bool last) {
   if constexpr (C::kEpilogue == Epilogue::row_max) {
     store_row_max<C>(p, acc, row, col, live, scale);
+    return;
+  }
+  if constexpr (C::kEpilogue == Epilogue::rows) {
+    store_rows<C>(p, acc, staging, wg, row, col, live);
     return;
   }
   const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;

@@ -17,6 +17,7 @@ namespace syncfree::sm90 {
 // row_stats: the same without the store
 // .._argmax: also the largest logit of another class a (row, tile), and its class
 // row_max:   the maximum of z a (row, tile); nothing is stored
+// rows:      dX, see store_rows.cuh
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
 // z is scale * log2(e) times the product, scale being the logit scale.
 enum class Epilogue {
@@ -29,6 +30,7 @@ enum class Epilogue {
   row_exp_argmax,
   row_stats_argmax,
   row_max,
+  rows,
   split
 };
 // What the count in device memory bounds: rows of D, or the reduction.
@@ -50,8 +52,8 @@ struct Config {
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
   static constexpr bool kArgmax = EPILOGUE_ == Epilogue::row_exp_argmax || EPILOGUE_ == Epilogue::row_stats_argmax;
   static constexpr bool kRowExp = kArgmax || EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
-  static constexpr bool kStores =
-      EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_stats_argmax && EPILOGUE_ != Epilogue::row_max;
+  static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_stats_argmax &&
+                                  EPILOGUE_ != Epilogue::row_max && EPILOGUE_ != Epilogue::rows;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
   static constexpr int kABytes = kBM * kBK * 2, kBBytes = kBN * kBK * 2, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
@@ -77,13 +79,18 @@ struct GemmArgs {
   int m, n, k;
   int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
   int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
-  const int* any;         // nullable: 0 ends the launch at once
-  const int* only;        // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
-  const float* exponent;  // [m]
-  const int* target;      // [m], -1: none
-  float2* sums;           // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
-  float* target_logit;    // [m]: the product in the target's column, not scaled
-  float2* best;           // argmax: [n tiles, m] of (logit in the sense of the scale's sign, class as bits)
+  const int* any;               // nullable: 0 ends the launch at once
+  const int* only;              // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
+  const float* exponent;        // [m]
+  const int* target;            // [m], -1: none
+  const float *v, *g_target;    // rows: [m], and [all rows] by position
+  const __nv_bfloat16* weight;  // rows: that of the targets
+  int64_t weight_pitch;
+  void* out;  // rows: dX, contiguous
+  DType out_dtype;
+  float2* sums;         // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
+  float* target_logit;  // [m]: the product in the target's column, not scaled
+  float2* best;         // argmax: [n tiles, m] of (logit in the sense of the scale's sign, class as bits)
   float scale_log2e;
   const double* scale_ptr;  // nullable: logit scale on the device, in place of scale_log2e / log2(e)
   uint8_t* low;             // split: [m / 64, n / BN, 64 * BN] bytes

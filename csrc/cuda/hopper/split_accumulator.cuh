@@ -1,8 +1,8 @@
 // D kept in 24 bits between launches: the upper 16 of each fp32 in D's own memory, 8 more in `low`, at V * H bytes in
 // all.
 //
-// The bits are cut, not rounded, which keeps NaN and infinity what they are and shrinks a sum by at most 2^-15 of
-// itself a launch, half of that on average: the caller bounds the number of launches. Each warp writes its fragments in
+// Rounded to nearest, ties away from zero, once a launch: at most 2^-17 of the sum, in either direction. Infinity stays
+// infinity and NaN stays NaN, since sums in float32 have one NaN, 0x7fffffff. Each warp writes its fragments in
 // whole runs of 16 bytes to the cells of its own 16 rows, so the upper halves lie scrambled there until the last launch
 // loads them all and stores D row-major. m % 64 == 0, n % BN == 0.
 #pragma once
@@ -25,6 +25,12 @@ struct SplitAccumulator {
           lane * 16;
     high = p.high + (row + warp * 16 + lane / kRuns) * p.high_pitch + col * 2 + (lane % kRuns) * 16;
     step = kRows * p.high_pitch;
+  }
+
+  // The upper 24 bits are the result. Half a unit more than 0x7fffff7f would carry NaN into the sign, hence the minimum,
+  // which changes nothing else: as integers, negative numbers are below it.
+  static __device__ __forceinline__ uint32_t round24(float x) {
+    return static_cast<uint32_t>(min(__float_as_int(x), 0x7fffff7f) + 0x80);
   }
 
   __device__ __forceinline__ void add_to(float (&acc)[C::kBN / 2]) const {
@@ -54,7 +60,7 @@ struct SplitAccumulator {
       for (int w = 0; w < 4; ++w) {
         uint32_t u[4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) u[q] = __float_as_uint(acc[i * 16 + w * 4 + q]);
+        for (int q = 0; q < 4; ++q) u[q] = round24(acc[i * 16 + w * 4 + q]);
         h[w * 2] = __byte_perm(u[0], u[1], 0x7632), h[w * 2 + 1] = __byte_perm(u[2], u[3], 0x7632);
         lo[w] = __byte_perm(__byte_perm(u[0], u[1], 0x0051), __byte_perm(u[2], u[3], 0x0051), 0x5410);
       }

@@ -41,6 +41,18 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
 
+// Eight columns as 16 or 32 bytes.
+template <class Out>
+__device__ __forceinline__ void store8(Out* out, const float (&y)[8]) {
+#pragma unroll
+  for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
+    Pack<Out> z;
+#pragma unroll
+    for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
+    reinterpret_cast<Pack<Out>*>(out)[b] = z;
+  }
+}
+
 __device__ __forceinline__ int64_t live_rows(const Chunk& c) {
   const int64_t left = static_cast<int64_t>(c.counts[kCountRows]) - c.first;
   return left < 0 ? 0 : left > c.size ? c.size : left;

@@ -12,10 +12,10 @@
 namespace syncfree {
 
 constexpr int kLogitsTileColumns = 192;  // E's sums are kept a (row, tile of this many classes)
-constexpr int kRowGroup = 256;           // rows that are repaired together
+constexpr int kRowGroup = 256;           // rows of a cluster's tile; they are repaired together
 
 // One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in
-// multiples of 128, so that none is left with a few; the slots past a chunk's live rows stand for the ignored rows, in
+// whole row groups, so that few are left with less than they could do; the slots past a chunk's live rows stand for the ignored rows, in
 // order (see fused_chunk.cuh).
 struct FusedChunk {
   const double* counts;
@@ -23,6 +23,7 @@ struct FusedChunk {
   int64_t rows;
   int64_t index;
   int64_t size;
+  const float* upstream;  // nullable: the gradient of the loss; alpha below is it times the reciprocal divisor
 };
 
 // Per-chunk arrays, all in device memory. Rows are compact: k-th row of the chunk.
@@ -50,6 +51,8 @@ struct FusedGatherParams {
   int64_t shift;
   LossOptions options;
   void* gathered;  // bfloat16 [size, hidden], contiguous
+  void* dx;        // nullable: contiguous, its ignored rows are set to 0
+  DType dx_dtype;
   FusedRows rows;
 };
 
@@ -69,15 +72,9 @@ struct FusedFinishParams {
   RowParams row;  // options and per-row outputs; no chunk, no logits, no gradient
   FusedRows rows;
   int64_t tiles;
-  bool repair;  // second pass: only the groups that were marked
-};
-
-struct FusedScaleParams {
-  FusedChunk chunk;
-  void* gathered;  // in place: bfloat16(alpha * v * x)
+  bool repair;     // second pass: only the groups that were marked, and what follows
+  void* gathered;  // nullable: in the second pass, in place, bfloat16(alpha * v * x)
   int64_t hidden;
-  const float* v;
-  const float* alpha;
 };
 
 struct FusedDxParams {
@@ -86,10 +83,9 @@ struct FusedDxParams {
   int64_t e_pitch;
   const void* weight;
   int64_t weight_pitch, num_classes, hidden;
-  float* product;  // [size, hidden]
+  float* product;  // [size, hidden] where fused_dx_parts is 2, else unused
   FusedRows rows;
-  const float* alpha;
-  void* out;  // dx, contiguous
+  void* out;  // dx, contiguous: the live rows
   DType out_dtype;
 };
 
@@ -97,7 +93,7 @@ struct FusedDwParams {
   FusedChunk chunk;
   const void* e;
   int64_t e_pitch;
-  const void* scaled;  // FusedScaleParams::gathered
+  const void* scaled;  // FusedFinishParams::gathered
   int64_t num_classes, hidden;
   void* sum;  // [classes, hidden], contiguous
   DType sum_dtype;
@@ -124,13 +120,14 @@ struct FusedSortParams {
 // out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory;
 // classes without rows are then left alone.
 struct FusedTargetsParams {
+  const double* counts;
+  const float* upstream;  // as in FusedChunk
   const int32_t *row_index, *positions, *starts, *ends;
   int64_t num_classes, hidden;
   const void* input;
   DType input_dtype;
   int64_t input_pitch;
   const float* g_target;
-  const float* alpha;
   const void* sum;
   DType sum_dtype;
   const uint8_t* low;  // nullable: sum has these bytes besides
@@ -148,13 +145,17 @@ constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0
+// In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it.
+int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden);
+// An estimate of how long chunks of `size` rows take, to compare sizes with, in passes of a full device over the
+// classes.
+double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden);
 
 cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream);
 cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream);
 // Redoes the marked row groups with exponents from their maxima: two GEMMs that find no tile when nothing is marked.
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream);
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream);
-cudaError_t launch_fused_scale(const FusedScaleParams& p, cudaStream_t stream);
 cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream);
 cudaError_t launch_fused_dw(const FusedDwParams& p, cudaStream_t stream);
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream);

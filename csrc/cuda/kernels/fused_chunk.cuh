@@ -13,7 +13,7 @@ struct ChunkRows {
 
   __device__ __forceinline__ explicit ChunkRows(const FusedChunk& c) {
     const int64_t n = static_cast<int64_t>(c.counts[kCountRows]), chunks = (n + c.size - 1) / c.size;
-    const int64_t even = chunks ? ((n + chunks - 1) / chunks + 127) / 128 * 128 : c.size,
+    const int64_t even = chunks ? ((n + chunks - 1) / chunks + kRowGroup - 1) / kRowGroup * kRowGroup : c.size,
                   each = even < c.size ? even : c.size;
     first = c.index * each < n ? c.index * each : n;
     live = n - first < each ? n - first : each;
@@ -27,5 +27,10 @@ struct ChunkRows {
     return position < c.rows ? c.row_index[position] : -1;
   }
 };
+
+// What turns a product with v E into a gradient: the reciprocal divisor times the upstream gradient.
+__device__ __forceinline__ float gradient_factor(const double* counts, const float* upstream) {
+  return static_cast<float>(counts[kInverseCe] * (upstream ? static_cast<double>(*upstream) : 1.0));
+}
 
 }  // namespace syncfree

@@ -1,5 +1,6 @@
-// dX = alpha (v E W + g_t w_t): a GEMM into fp32 rows, then the row factors and the target's row of W as the rows go
-// home.
+// dX = alpha (v E W + g_t w_t): a GEMM whose epilogue applies the row factors and adds the target's row of W as the rows
+// go home. Where two parts of the reduction fill the last wave better, both are added up in fp32 rows, which a second
+// kernel brings home.
 #include "../hopper/gemm.cuh"
 #include "device.cuh"
 #include "fused.h"
@@ -9,87 +10,93 @@ namespace {
 
 using namespace sm90;
 
-using Product = Cooperative<false, true, Epilogue::f32, Bound::m>;
+using Product = Cooperative<false, true, Epilogue::rows, Bound::m>;
+static_assert(Product::kBM * Product::kCluster == kRowGroup);
 using SplitProduct = Cooperative<false, true, Epilogue::f32_add, Bound::m>;
 constexpr int kThreads = 256;
-constexpr int64_t kClusters = 66;  // of two blocks, on 132 multiprocessors: only steers the choice of splits
-
+constexpr int64_t kClusters = 66;          // of two blocks, on 132 multiprocessors: only steers the choice of parts
 constexpr int64_t kWorthSplitting = 4096;  // classes: shorter reductions are over before the second part pays
 
-// Two parts of the reduction when that fills the last wave better.
-bool better_split(int64_t rows, int64_t hidden, int64_t num_classes) {
-  if (num_classes < kWorthSplitting) return false;
-  const int64_t tiles = (rows + 255) / 256 * ((hidden + Product::kBN - 1) / Product::kBN);
-  const auto waves = [](int64_t n) { return double((n + kClusters - 1) / kClusters); };
-  return waves(2 * tiles) / 2 < 0.95 * waves(tiles);
+int64_t tiles(int64_t rows, int64_t hidden) {
+  return (rows + kRowGroup - 1) / kRowGroup * ((hidden + Product::kBN - 1) / Product::kBN);
+}
+
+double waves(int64_t rows, int64_t hidden, int parts) {
+  return double((tiles(rows, hidden) * parts + kClusters - 1) / kClusters) / parts;
 }
 
 template <class Out>
 __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) {
   const int64_t k = blockIdx.x;
   const ChunkRows chunk(p.chunk);
-  const int64_t row = chunk.row(p.chunk, k);
-  if (row < 0) return;
-  Out* out = static_cast<Out*>(p.out) + row * p.hidden;
-  const bool live = k < chunk.live;
-  const float alpha = *p.alpha, v = live ? p.rows.v[k] * alpha : 0.f,
-              g = live ? p.rows.g_target[chunk.first + k] * alpha : 0.f;
-  const int t = live ? p.rows.target[k] : -1;
+  if (k >= chunk.live) return;
+  Out* out = static_cast<Out*>(p.out) + chunk.row(p.chunk, k) * p.hidden;
+  const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream), v = p.rows.v[k] * alpha,
+              g = p.rows.g_target[chunk.first + k] * alpha;
+  const int t = p.rows.target[k];
   const float* product = p.product + k * p.hidden;
   const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.weight) + int64_t(t < 0 ? 0 : t) * p.weight_pitch;
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
-    float y[8] = {};
-    if (live) {
-      const Pack<float> a = reinterpret_cast<const Pack<float>*>(product + i * 8)[0],
-                        b = reinterpret_cast<const Pack<float>*>(product + i * 8)[1];
-      const Pack<__nv_bfloat16> c = reinterpret_cast<const Pack<__nv_bfloat16>*>(w)[i];
+    const Pack<float> a = reinterpret_cast<const Pack<float>*>(product + i * 8)[0],
+                      b = reinterpret_cast<const Pack<float>*>(product + i * 8)[1];
+    const Pack<__nv_bfloat16> c = reinterpret_cast<const Pack<__nv_bfloat16>*>(w)[i];
+    float y[8];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = v * a.v[e], y[4 + e] = v * b.v[e];
-      if (t >= 0) {
+    for (int e = 0; e < 4; ++e) y[e] = v * a.v[e], y[4 + e] = v * b.v[e];
+    if (t >= 0) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(c.v[e]), y[e]);
-      }
+      for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(c.v[e]), y[e]);
     }
-#pragma unroll
-    for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
-      Pack<Out> z;
-#pragma unroll
-      for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
-      reinterpret_cast<Pack<Out>*>(out + i * 8)[b] = z;
-    }
+    store8(out + i * 8, y);
   }
+}
+
+cudaError_t launch_in_parts(const FusedDxParams& p, const Matrix& e, const Matrix& w, cudaStream_t stream) {
+  GemmArgs args{};
+  args.chunk = p.chunk;
+  args.splits = 2;
+  const Matrix d{p.product, p.chunk.size, p.hidden, p.hidden};
+  if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream))
+    return error;
+  if (cudaError_t error = launch_gemm<SplitProduct>(e, w, d, args, stream)) return error;
+  const unsigned blocks = unsigned(p.chunk.size);
+  if (p.out_dtype == DType::f32)
+    fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+  else if (p.out_dtype == DType::bf16)
+    fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+  else
+    fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
+int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden) {
+  return num_classes >= kWorthSplitting && waves(rows, hidden, 2) < 0.95 * waves(rows, hidden, 1) ? 2 : 1;
+}
+
+double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden) {
+  constexpr double kChunk = 0.1;  // small kernels, tails, and dW's sums read and written
+  const int parts = fused_dx_parts(size, num_classes, hidden);
+  double cost = 0;
+  for (int64_t first = 0; first < rows; first += size) {
+    const int64_t live = rows - first < size ? rows - first : size;
+    // dX in whole waves; the logits in as many tiles, but small ones that fill every wave.
+    cost += waves(live, hidden, parts) + double(tiles(live, hidden)) / kClusters + kChunk;
+  }
+  return cost;
+}
+
 cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
+  if (p.out_dtype == DType::f64) return cudaErrorInvalidValue;
+  const Matrix e{p.e, p.chunk.size, p.num_classes, p.e_pitch}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch};
+  if (fused_dx_parts(p.chunk.size, p.num_classes, p.hidden) > 1) return launch_in_parts(p, e, w, stream);
   GemmArgs args{};
   args.chunk = p.chunk;
-  const Matrix e{p.e, p.chunk.size, p.num_classes, p.e_pitch}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch},
-      d{p.product, p.chunk.size, p.hidden, p.hidden};
-  if (better_split(p.chunk.size, p.hidden, p.num_classes)) {
-    args.splits = 2;
-    if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream))
-      return error;
-    if (cudaError_t error = launch_gemm<SplitProduct>(e, w, d, args, stream)) return error;
-  } else {
-    if (cudaError_t error = launch_gemm<Product>(e, w, d, args, stream)) return error;
-  }
-  const unsigned blocks = unsigned(p.chunk.size);
-  switch (p.out_dtype) {
-    case DType::f32:
-      fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
-      break;
-    case DType::bf16:
-      fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-      break;
-    case DType::f16:
-      fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  args.target = p.rows.target, args.v = p.rows.v, args.g_target = p.rows.g_target;
+  args.weight = static_cast<const __nv_bfloat16*>(p.weight), args.weight_pitch = p.weight_pitch;
+  args.out = p.out, args.out_dtype = p.out_dtype;
+  return launch_gemm<Product>(e, w, Matrix{}, args, stream);
 }
 
 }  // namespace syncfree

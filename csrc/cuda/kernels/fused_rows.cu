@@ -41,6 +41,12 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   if (k >= chunk.live) {
     for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads)
       reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+    const int64_t ignored = p.dx ? chunk.row(p.chunk, k) : -1;
+    if (ignored >= 0) {
+      const int64_t packs = p.hidden / 8 * (p.dx_dtype == DType::f32 ? 2 : 1);
+      for (int64_t i = threadIdx.x; i < packs; i += kThreads)
+        static_cast<uint4*>(p.dx)[ignored * packs + i] = make_uint4(0, 0, 0, 0);
+    }
     if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
     return;
   }
@@ -71,16 +77,12 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
 constexpr int kRowsPerBlock = 32, kSlices = 8;
 
 // 32 rows a block, 8 slices of tiles each; slices are added in order.
-__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
-    fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
+__device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const ChunkRows& chunk) {
   __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
   __shared__ float2 best_of[kSlices][kRowsPerBlock];
   __shared__ RowConstants<float> constants;
-  const ChunkRows chunk(p.chunk);
   const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
   const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = chunk.live;
-  // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
-  if (p.repair && (!*p.rows.any || !p.rows.only[k / kRowGroup])) return;
   if (threadIdx.x == 0) constants = row_constants<float>(p.row);
   double exact = 0, rounded = 0;
   float2 best = make_float2(-INFINITY, __int_as_float(INT32_MAX));
@@ -151,18 +153,40 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   if (p.row.predicted) p.row.predicted[i] = predicted;
 }
 
-__global__ void __launch_bounds__(kThreads) fused_scale_kernel(FusedScaleParams p) {
-  const int64_t k = blockIdx.x;
-  if (k >= ChunkRows(p.chunk).live) return;
-  const float factor = p.v[k] * *p.alpha;
-  Pack<__nv_bfloat16>* x =
-      reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
-  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
-    Pack<__nv_bfloat16> a = x[i];
+// What the dW product reads: rows of x times v, a warp a row.
+__device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const ChunkRows& chunk) {
+  const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
+  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kSlices) {
+    const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + r;
+    if (k >= chunk.live) return;
+    const float factor = p.rows.v[k] * alpha;
+    Pack<__nv_bfloat16>* x =
+        reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
+    constexpr int kBatch = 4;  // loads in flight
+    for (int64_t i = threadIdx.x % kWarp; i < p.hidden / 8; i += kBatch * kWarp) {
+      Pack<__nv_bfloat16> a[kBatch];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) a.v[e] = __float2bfloat16_rn(to_float(a.v[e]) * factor);
-    x[i] = a;
+      for (int b = 0; b < kBatch; ++b)
+        if (i + b * kWarp < p.hidden / 8) a[b] = x[i + b * kWarp];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (i + b * kWarp >= p.hidden / 8) break;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) a[b].v[e] = __float2bfloat16_rn(to_float(a[b].v[e]) * factor);
+        x[i + b * kWarp] = a[b];
+      }
+    }
   }
+}
+
+__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
+    fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
+  const ChunkRows chunk(p.chunk);
+  // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
+  if (!p.repair || (*p.rows.any && p.rows.only[int64_t(blockIdx.x) * kRowsPerBlock / kRowGroup])) finish_rows(p, chunk);
+  if (!p.repair || !p.gathered) return;
+  __syncthreads();  // v may be new
+  scale_rows(p, chunk);
 }
 
 __device__ __forceinline__ int32_t sort_key(const FusedSortParams& p, int64_t i) {
@@ -245,7 +269,7 @@ __global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_co
   const int64_t c = blockIdx.x, i = int64_t(blockIdx.y) * kThreads + threadIdx.x;
   const int32_t start = p.starts[c];
   if ((start < 0 && p.sum == p.out) || i >= p.hidden / 8) return;
-  const float alpha = *p.alpha;
+  const float alpha = gradient_factor(p.counts, p.upstream);
   const SumT* sum = static_cast<const SumT*>(p.sum) + c * p.hidden;
   Out* out = static_cast<Out*>(p.out) + c * p.hidden;
   float y[8];
@@ -272,13 +296,7 @@ __global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_co
       for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(x.v[e]), y[e]);
     }
   }
-#pragma unroll
-  for (int b = 0; b < 8 / Pack<Out>::kSize; ++b) {
-    Pack<Out> z;
-#pragma unroll
-    for (int e = 0; e < Pack<Out>::kSize; ++e) z.v[e] = from_float<Out>(y[b * Pack<Out>::kSize + e]);
-    reinterpret_cast<Pack<Out>*>(out + i * 8)[b] = z;
-  }
+  store8(out + i * 8, y);
 }
 
 template <class In>
@@ -336,11 +354,6 @@ cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream)
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
   fused_finish_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0,
                         stream>>>(p);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_fused_scale(const FusedScaleParams& p, cudaStream_t stream) {
-  fused_scale_kernel<<<unsigned(p.chunk.size), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,6 +1,7 @@
 // The chunk loop of the Hopper path: gather, E, losses, dX, dW, with every count on the device. kernels/fused.h names
 // the pieces.
 #include "../kernels/fused.h"
+#include "../../common/workspace.h"
 #include "../backend.h"
 
 namespace syncfree {
@@ -23,17 +24,64 @@ bool is_aligned16(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
 }
 
-// Cutting a sum to 24 bits once a chunk shrinks it a little each time. In a simulation the error of dW was 1.01 times
-// that of one rounding at 32 chunks and 1.11 times at 128; 1.2 is the bound.
-constexpr int64_t kMaxSplitChunks = 64;
-
-int64_t tiles_of(int64_t num_classes) {
-  return ceil_div(num_classes, kLogitsTileColumns);
-}
+// Rounding a sum to 24 bits once a chunk: the errors add up like a random walk, to sqrt(chunks) / 256 of the one rounding
+// of the result at most.
+constexpr int64_t kMaxSplitChunks = 4096;
 
 template <class T>
 T* data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// What lives between the kernels of a call, but for E and the low bytes of dW. Null where it is not needed.
+struct Scratch {
+  void* gathered;  // bfloat16 [chunk rows, hidden]
+  float* product;  // [chunk rows, hidden]
+  int32_t* lists;  // of FusedSortParams: 4 [rows], 2 [classes]
+  void* sort;      // fused_sort_scratch_bytes
+  FusedRows rows;
+
+  Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, int64_t chunk_rows, FlceNeeds need,
+          bool argmax, int64_t sort_bytes) {
+    const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
+                  tiles = ceil_div(classes, kLogitsTileColumns), groups = ceil_div(chunk_rows, kRowGroup);
+    const bool in_parts = need.dx && fused_dx_parts(chunk_rows, classes, hidden) > 1;
+    gathered = carver.take<uint16_t>(chunk_rows * hidden);
+    product = carver.take<float>(in_parts ? chunk_rows * hidden : 0);
+    lists = carver.take<int32_t>(need.dw ? 4 * rows + 2 * classes : 0);
+    sort = carver.take<char>(sort_bytes);
+    this->rows.exponent = carver.take<float>(chunk_rows);
+    this->rows.target = carver.take<int32_t>(chunk_rows);
+    this->rows.target_logit = carver.take<float>(chunk_rows);
+    this->rows.sums = carver.take<float>(2 * tiles * chunk_rows);
+    this->rows.best = carver.take<float>(argmax ? 2 * tiles * chunk_rows : 0);
+    this->rows.v = carver.take<float>(chunk_rows);
+    this->rows.bad = carver.take<int32_t>(chunk_rows);
+    this->rows.only = carver.take<int32_t>(groups);
+    this->rows.any = carver.take<int32_t>(1);
+    this->rows.g_target = carver.take<float>(rows);
+  }
+};
+
+// E takes no more than the default workspace (lean: half of it), and no more than dW where 2048 rows do not need more.
+// Of the sizes from there to half of it, the one that keeps the multiprocessors busiest.
+ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_bytes) {
+  if (problem.chunk_rows)
+    return plan_chunks(in.rows, e_row_bytes, problem.chunk_rows, 0, 0, 1, CudaBackend::kRowMultiple);
+  const auto plan_for = [&](int64_t workspace, int64_t least) {
+    return plan_chunks(in.rows, e_row_bytes, 0, 0, workspace, least, kRowGroup);
+  };
+  const int64_t most = std::max<int64_t>(problem.hidden, 2048) * e_row_bytes,
+                budget = CudaBackend::kDefaultWorkspace / (problem.lean ? 2 : 1);
+  ChunkPlan best = problem.workspace_bytes ? plan_for(problem.workspace_bytes, 1)
+                                           : plan_for(std::min(budget, most), CudaBackend::kMinRows);
+  const auto cost = [&](const ChunkPlan& p) { return fused_cost(in.rows, p.rows, in.num_classes, problem.hidden); };
+  const int64_t least = best.rows / 2;
+  for (int64_t size = best.rows - kRowGroup; size >= least && size >= kRowGroup; size -= kRowGroup) {
+    const ChunkPlan other = plan_for(size * e_row_bytes, 1);
+    if (cost(other) < cost(best)) best = other;
+  }
+  return best;
 }
 
 }  // namespace
@@ -51,11 +99,9 @@ bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const 
 FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                                      const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need) {
   const Tensor &x = problem.input, &w = problem.weight;
-  const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden, tiles = tiles_of(classes);
+  const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;
   const int64_t e_pitch = round_up(classes, 64);
-  const ChunkPlan plan = plan_chunks(rows, e_pitch * 2, problem.chunk_rows, problem.workspace_bytes, kDefaultWorkspace,
-                                     kMinRows, kRowMultiple);
-  const bool store_e = need.dx || need.dw;
+  const ChunkPlan chunks = plan(problem, in, e_pitch * 2);
   FlceGradients out{
       need.dx ? new_empty(x, {rows, hidden}, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
       need.dw ? new_empty(x, {classes, hidden}, problem.weight_leaf) : new_empty(x, {0}, problem.weight_leaf),
@@ -63,82 +109,52 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
       new_empty(x, {0}, ScalarType::Float),
       new_empty(x, {0}, ScalarType::Float),
   };
-  const Tensor e = new_empty(x, {store_e ? plan.rows : 0, e_pitch}, ScalarType::BFloat16);
-  const Tensor gathered = new_empty(x, {plan.rows, hidden}, ScalarType::BFloat16);
-  const Tensor product = new_empty(x, {need.dx ? plan.rows : 0, hidden}, ScalarType::Float);
-  const Tensor sums = new_empty(x, {tiles, plan.rows, 2}, ScalarType::Float);
-  const bool argmax = outputs && outputs->wants_argmax();
-  const Tensor best = new_empty(x, {argmax ? tiles : 0, plan.rows, 2}, ScalarType::Float);
-  const Tensor row_floats = new_empty(x, {3, plan.rows}, ScalarType::Float);
-  const Tensor row_ints = new_empty(x, {2 * plan.rows + ceil_div(plan.rows, kRowGroup) + 1}, ScalarType::Int);
-  const Tensor g_target = new_empty(x, {rows}, ScalarType::Float);
-  const Tensor alpha = new_empty(x, {3}, ScalarType::Float);
+  const bool store_e = need.dx || need.dw, argmax = outputs && outputs->wants_argmax();
+  const Tensor e = new_empty(x, {store_e ? chunks.rows : 0, e_pitch}, ScalarType::BFloat16);
+  const int64_t sort_bytes = need.dw ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
+  Carver measure;
+  Scratch(measure, problem, in, chunks.rows, need, argmax, sort_bytes);
+  const Tensor memory = new_bytes(x, measure.bytes());
+  Carver carver(memory.mutable_data_ptr());
+  const Scratch scratch(carver, problem, in, chunks.rows, need, argmax, sort_bytes);
   // dW of bfloat16: rounded once a chunk (lean), or kept in 24 bits where the shape allows, else in float32 beside it.
   const bool exact = need.dw && problem.weight_leaf == ScalarType::BFloat16 && !problem.lean;
-  const bool split = exact && can_split(classes, hidden) && plan.count <= kMaxSplitChunks;
+  const bool split = exact && can_split(classes, hidden) && chunks.count <= kMaxSplitChunks;
   const Tensor dw_sum = exact && !split ? new_empty(x, {classes, hidden}, ScalarType::Float) : out.dw;
   const Tensor low = new_bytes(x, split ? split_low_bytes(classes, hidden) : 0);
   uint8_t* low_ptr = split ? data<uint8_t>(low) : nullptr;
 
-  FusedRows arrays{};
-  arrays.exponent = data<float>(row_floats);
-  arrays.target_logit = arrays.exponent + plan.rows;
-  arrays.v = arrays.target_logit + plan.rows;
-  arrays.target = data<int32_t>(row_ints);
-  arrays.bad = arrays.target + plan.rows;
-  arrays.only = arrays.bad + plan.rows;
-  arrays.any = arrays.only + ceil_div(plan.rows, kRowGroup);
-  arrays.sums = sums.mutable_data_ptr();
-  arrays.best = argmax ? best.mutable_data_ptr() : nullptr;
-  arrays.g_target = data<float>(g_target);
-  const float* alpha_ptr = data<float>(alpha);
-  this->alpha(AlphaParams{static_cast<const double*>(counts.counts.const_data_ptr()), in.options, upstream.scalar,
-                          false, DType::f32, alpha.mutable_data_ptr()});
+  const double* counts_ptr = static_cast<const double*>(counts.counts.const_data_ptr());
+  const int32_t* row_index = static_cast<const int32_t*>(counts.rows.const_data_ptr());
+  const float* upstream_ptr = static_cast<const float*>(upstream.scalar);
+  void* dx_ptr = need.dx ? out.dx.mutable_data_ptr() : nullptr;
+  const DType x_dtype = dtype_of(x.scalar_type());
 
   // Which rows each class is the target of; known before the first product.
-  const int32_t* row_index = static_cast<const int32_t*>(counts.rows.const_data_ptr());
-  const int64_t scratch_bytes = need.dw ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
-  const Tensor lists = new_empty(x, {need.dw ? 4 * rows + 2 * classes : 0}, ScalarType::Int),
-               scratch = new_bytes(x, scratch_bytes);
   FusedSortParams sort{};
   if (need.dw) {
-    int32_t* at = data<int32_t>(lists);
-    sort = {static_cast<const double*>(counts.counts.const_data_ptr()),
-            row_index,
-            rows,
-            classes,
-            in.targets(),
-            in.shift,
-            at,
-            at + rows,
-            at + 2 * rows,
-            at + 3 * rows,
-            at + 4 * rows,
-            at + 4 * rows + classes,
-            scratch.mutable_data_ptr(),
-            size_t(scratch_bytes)};
+    int32_t* at = scratch.lists;
+    sort = {counts_ptr,   row_index,         rows,          classes,       in.targets(),  in.shift,
+            at,           at + rows,         at + 2 * rows, at + 3 * rows, at + 4 * rows, at + 4 * rows + classes,
+            scratch.sort, size_t(sort_bytes)};
     done(launch_fused_sort(sort, stream_), "fused sort");
   }
 
-  for (int64_t i = 0; i < plan.count; ++i) {
-    const FusedChunk chunk{static_cast<const double*>(counts.counts.const_data_ptr()), row_index, rows, i, plan.rows};
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const FusedChunk chunk{counts_ptr, row_index, rows, i, chunks.rows, upstream_ptr};
     done(launch_fused_gather(
-             {chunk, x.const_data_ptr(), dtype_of(x.scalar_type()), pitch_of(x), hidden, w.const_data_ptr(),
-              pitch_of(w), classes, in.targets(), in.shift, in.options, gathered.mutable_data_ptr(), arrays},
+             {chunk, x.const_data_ptr(), x_dtype, pitch_of(x), hidden, w.const_data_ptr(), pitch_of(w), classes,
+              in.targets(), in.shift, in.options, scratch.gathered, dx_ptr, x_dtype, scratch.rows},
              stream_),
          "fused gather");
-    const FusedLogitsParams logits{chunk,
-                                   gathered.const_data_ptr(),
-                                   w.const_data_ptr(),
-                                   pitch_of(w),
-                                   classes,
-                                   hidden,
-                                   in.options,
-                                   store_e ? e.mutable_data_ptr() : nullptr,
-                                   e_pitch,
-                                   arrays};
+    const FusedLogitsParams logits{
+        chunk,   scratch.gathered, w.const_data_ptr(), pitch_of(w),
+        classes, hidden,           in.options,         store_e ? e.mutable_data_ptr() : nullptr,
+        e_pitch, scratch.rows};
+    const int64_t tiles = ceil_div(classes, kLogitsTileColumns);
     done(launch_fused_logits(logits, stream_), "fused logits");
-    FusedFinishParams finish{chunk, row_params(in, upstream), arrays, tiles, false};
+    FusedFinishParams finish{
+        chunk, row_params(in, upstream), scratch.rows, tiles, false, need.dw ? scratch.gathered : nullptr, hidden};
     finish.row.chunk.counts = chunk.counts;  // what the formulas read of it
     if (outputs) outputs->attach(finish.row);
     done(launch_fused_finish(finish, stream_), "fused finish");
@@ -146,25 +162,21 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     finish.repair = true;
     done(launch_fused_finish(finish, stream_), "fused finish");
     if (need.dx)
-      done(launch_fused_dx(
-               {chunk, e.const_data_ptr(), e_pitch, w.const_data_ptr(), pitch_of(w), classes, hidden,
-                data<float>(product), arrays, alpha_ptr, out.dx.mutable_data_ptr(), dtype_of(x.scalar_type())},
-               stream_),
+      done(launch_fused_dx({chunk, e.const_data_ptr(), e_pitch, w.const_data_ptr(), pitch_of(w), classes, hidden,
+                            scratch.product, scratch.rows, dx_ptr, x_dtype},
+                           stream_),
            "fused dx");
-    if (need.dw) {
-      done(launch_fused_scale({chunk, gathered.mutable_data_ptr(), hidden, arrays.v, alpha_ptr}, stream_),
-           "fused scale");
-      done(launch_fused_dw({chunk, e.const_data_ptr(), e_pitch, gathered.const_data_ptr(), classes, hidden,
+    if (need.dw)
+      done(launch_fused_dw({chunk, e.const_data_ptr(), e_pitch, scratch.gathered, classes, hidden,
                             dw_sum.mutable_data_ptr(), dtype_of(dw_sum.scalar_type()), i > 0, low_ptr, sort.starts},
                            stream_),
            "fused dw");
-    }
   }
 
   if (need.dw) {
     done(launch_fused_targets(
-             {row_index, sort.positions, sort.starts, sort.ends, classes, hidden, x.const_data_ptr(),
-              dtype_of(x.scalar_type()), pitch_of(x), arrays.g_target, alpha_ptr, dw_sum.const_data_ptr(),
+             {counts_ptr, upstream_ptr, row_index, sort.positions, sort.starts, sort.ends, classes, hidden,
+              x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, dw_sum.const_data_ptr(),
               dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(), dtype_of(problem.weight_leaf)},
              stream_),
          "fused targets");
