@@ -100,7 +100,7 @@ def flce_outputs(
     compute = _compute_dtype(input, linear_weight)
     # "none" has no gradient before the upstream gradient of each row is known.
     differentiate = torch.is_grad_enabled() and reduction != "none"
-    outputs: tuple[Tensor, ...] = _syncfree.flce_forward(
+    outputs: tuple[Tensor, ...] = _syncfree.flce_forward.default(
         input,
         linear_weight,
         target,
@@ -266,7 +266,7 @@ class _FlceForward(Function):
     @staticmethod
     def _recompute(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         hidden, linear_weight, target, linear_bias, *tensors = ctx.saved_tensors
-        gradients = _syncfree.flce_backward(
+        gradients = _syncfree.flce_backward.default(
             upstream,
             hidden,
             linear_weight,
