@@ -114,8 +114,8 @@ def _pareto_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     columns = min(2, len(batches))
     rows = -(-len(batches) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), squeeze=False)
-    title = f"Forward and backward: time against memory, lower left is better. {where}"
-    figure.suptitle(title, x=0.01, ha="left")
+    title = "Forward and backward: time against memory, lower left is better."
+    figure.suptitle(title + (" " if columns > 1 else "\n") + where, x=0.01, ha="left")
     for axis, batch in zip(axes.flat, batches, strict=False):
         _pareto_panel(axis, [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch])
     for axis in list(axes.flat)[len(batches) :]:
