@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
   const uint32_t base = (smem_u32(smem_raw) + 1023) & ~1023u;
   const uint32_t staging = base + C::kStages * C::kStageBytes, full = staging + C::kStaging,
                  empty = full + 8 * C::kStages, order = empty + 8 * C::kStages;
+  const TileQueue<C::kCluster> queue{order + 16};
   const int wg = threadIdx.x >> 7, lane = threadIdx.x & 31;
   const uint32_t rank = C::kCluster > 1 ? cluster_rank() : 0;
 
@@ -33,8 +34,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       mbar_init(empty + 8 * s, (C::kPing ? 4 : 8) * C::kCluster);
     }
     mbar_init(order, 4), mbar_init(order + 8, 4);
+    if constexpr (C::kTickets) queue.init();
     fence_barrier_init();
   }
+  if constexpr (C::kAllowsNext) allow_next_launch();
   if (p.any && *p.any == 0) return;  // before any block waits for another
   const ChunkRows chunk(p.chunk);
   const bool last = chunk.last;
@@ -73,9 +76,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     if ((threadIdx.x & 127) == 0) {
       int s = 0;
       uint32_t phase = 0;
-      for (int t = first; t < tiles; t += stride) {
+      auto load = [&](int t) {
         int row, col;
-        if (!place(t, row, col)) continue;
+        if (!place(t, row, col)) return;
         const int k_begin = C::kPing ? 0 : t / plane * part, k_end = min(k_steps, k_begin + part);
         for (int kb = k_begin; kb < k_end; ++kb) {
           const uint32_t bar = full + 8 * s, a = base + s * C::kStageBytes, b = a + C::kABytes;
@@ -115,6 +118,28 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
           }
           if (++s == C::kStages) s = 0, phase ^= 1;
         }
+      };
+      if constexpr (C::kTickets) {
+        int drawn = rank == 0 ? atomicAdd(p.ticket, 1) : 0;
+        for (int i = 0;; ++i) {
+          int t;
+          if (rank == 0) {
+            t = drawn < tiles ? drawn : -1;
+            queue.put(i, t);
+            if (t < 0) {
+              queue.put(i + 1, -1);
+              break;
+            }
+            drawn = atomicAdd(p.ticket, 1);  // is back by the time the loads are under way
+          } else {
+            t = queue.get(i);
+            queue.release(i);
+            if (t < 0) break;
+          }
+          load(t);
+        }
+      } else {
+        for (int t = first; t < tiles; t += stride) load(t);
       }
     }
     __syncwarp();
@@ -132,13 +157,25 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     };
     int s = 0;
     uint32_t phase = 0;
-    int sequence = -1;
-    for (int t = first; t < tiles; t += stride) {
+    int sequence = C::kTickets ? wg - 2 : -1, t = first - stride;
+    while (true) {
+      if constexpr (C::kTickets) {
+        sequence += 2;
+        t = queue.get(sequence);
+        __syncwarp();
+        if (lane == 0) queue.release(sequence);
+        if (t < 0) break;
+      } else {
+        t += stride;
+        if (t >= tiles) break;
+      }
       int row, col;
       if (!place(t, row, col)) continue;
-      ++sequence;
+      if constexpr (!C::kTickets) {
+        ++sequence;
+        if (C::kPing && (sequence & 1) != wg) continue;
+      }
       if constexpr (C::kPing) {
-        if ((sequence & 1) != wg) continue;
         const uint32_t step = static_cast<uint32_t>(sequence) * k_steps;
         s = step % C::kStages, phase = (step / C::kStages) & 1;
       }
@@ -190,6 +227,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     }
     __syncwarp();
   }
+  // What comes after this launch may rely on the one before it.
+  if constexpr (C::kTickets) wait_for_previous_launch();
   if constexpr (C::kCluster > 1) cluster_sync();
 }
 
@@ -224,9 +263,10 @@ cudaError_t resident_clusters(int* clusters, cudaLaunchConfig_t& config) {
 }
 
 // d: what is stored, ignored by epilogues that store nothing. args carries chunk and epilogue; the rest is filled in
-// here.
+// here. overlap: this launch reads nothing of what the one before it writes, which allows it to begin (kAllowsNext).
 template <class C>
-cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmArgs args, cudaStream_t stream) {
+cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmArgs args, cudaStream_t stream,
+                        bool overlap = false) {
   args.m = static_cast<int>(C::kAmn ? a.columns : a.rows);
   args.n = static_cast<int>(C::kBmn ? b.columns : b.rows);
   args.k = static_cast<int>(C::kAmn ? a.rows : a.columns);
@@ -248,15 +288,17 @@ cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmA
   args.group = resident / (C::kBound == Bound::m ? C::kBM * C::kCluster : C::kBN);
   if (args.group < 1) args.group = 1;
 
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {C::kCluster, 1, 1};
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {C::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kSmem, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = 1;
   int clusters = 0;
   if ((e = resident_clusters<C>(&clusters, config))) return e;
-  config.gridDim = dim3(clusters * C::kCluster);
+  config.gridDim = dim3(clusters * C::kCluster), config.numAttrs = overlap ? 2 : 1;
   return cudaLaunchKernelEx(&config, gemm_kernel<C>, args);
 }
 

@@ -5,8 +5,10 @@
 #include <cuda_bf16.h>
 
 #include "../kernels/fused_chunk.cuh"
+#include "dependent_launch.cuh"
 #include "mbarrier.cuh"
 #include "registers.cuh"
+#include "tile_queue.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -59,7 +61,11 @@ struct Config {
   static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
   static constexpr int kBuffers = PING_ ? 1 : 2;  // a consumer warpgroup
   static constexpr int kStaging = 2 * kBuffers * kBuffer;
-  static constexpr int kSmem = 1024 + kStages * kStageBytes + kStaging + 2 * 8 * kStages + 16;
+  // dX allows the launch after it to begin; dW is that launch, and takes its tiles by ticket.
+  static constexpr bool kAllowsNext = !PING_, kTickets = BOUND_ == Bound::k;
+  static constexpr int kSmem =
+      1024 + kStages * kStageBytes + kStaging + 2 * 8 * kStages + 16 + (kTickets ? TileQueue<CLUSTER_>::kBytes : 0);
+  static_assert(!kTickets || PING_);
   static constexpr int kThreads = 384;
   static constexpr bool kSplitBoxes =
       (BN_ / 64) % CLUSTER_ == 0;  // MN-major B: split the multicast by boxes, else by k rows
@@ -77,8 +83,9 @@ struct GemmArgs {
   CUtensorMap a, b, d;
   FusedChunk chunk;  // its live rows bound m or k
   int m, n, k;
-  int splits;  // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
-  int group;   // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
+  int splits;   // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
+  int* ticket;  // tickets: 0 before the launch
+  int group;    // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on
   const int* any;               // nullable: 0 ends the launch at once
   const int* only;              // with any: row groups (kBM * kCluster rows) whose flag is 0 are skipped
   const float* exponent;        // [m]

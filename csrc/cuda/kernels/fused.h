@@ -37,6 +37,7 @@ struct FusedRows {
   int32_t* bad;         // [size]: the row left the range that E can hold
   int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
   int32_t* any;         // [1]: there is such a group
+  int32_t* ticket;      // [1]: the next tile of dW
   float* g_target;      // [all rows], by position in row_index
 };
 
@@ -83,7 +84,8 @@ struct FusedDxParams {
   int64_t e_pitch;
   const void* weight;
   int64_t weight_pitch, num_classes, hidden;
-  float* product;  // [size, hidden] where fused_dx_parts is 2, else unused
+  int parts;       // fused_dx_parts
+  float* product;  // [size, hidden] with two parts, else unused
   FusedRows rows;
   void* out;  // dx, contiguous: the live rows
   DType out_dtype;
@@ -98,6 +100,8 @@ struct FusedDwParams {
   void* sum;  // [classes, hidden], contiguous
   DType sum_dtype;
   bool accumulate;
+  int32_t* ticket;  // FusedRows::ticket
+  bool beside_dx;   // launch_fused_dx is the launch before: multiprocessors that it leaves idle are taken
   // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with rows keep their low bytes for
   // FusedTargetsParams. Null: sum holds all.
   uint8_t* low;
@@ -145,11 +149,12 @@ constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0
-// In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it.
-int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden);
+// In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it. beside_dw: dW follows and takes
+// the multiprocessors that are left idle.
+int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden, bool beside_dw);
 // An estimate of how long chunks of `size` rows take, to compare sizes with, in passes of a full device over the
 // classes.
-double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden);
+double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden, bool beside_dw);
 
 cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream);
 cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream);
@@ -157,6 +162,8 @@ cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream)
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream);
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream);
 cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream);
+// Brings home what was added up in two parts; nothing otherwise.
+cudaError_t launch_fused_dx_store(const FusedDxParams& p, cudaStream_t stream);
 cudaError_t launch_fused_dw(const FusedDwParams& p, cudaStream_t stream);
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream);
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream);

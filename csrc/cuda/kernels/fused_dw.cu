@@ -10,12 +10,13 @@ using namespace sm90;
 template <Epilogue E>
 cudaError_t launch(const FusedDwParams& p, cudaStream_t stream) {
   GemmArgs args{};
+  args.ticket = p.ticket;
   args.chunk = p.chunk;
   const Matrix e{p.e, p.chunk.size, p.num_classes, p.e_pitch}, x{p.scaled, p.chunk.size, p.hidden, p.hidden},
       d{p.sum, p.num_classes, p.hidden, p.hidden};
   args.low = p.low, args.starts = p.starts, args.load = p.accumulate;
   args.high = static_cast<uint8_t*>(p.sum), args.high_pitch = p.hidden * 2;
-  return launch_gemm<PingPongTall<true, true, E, Bound::k>>(e, x, d, args, stream);
+  return launch_gemm<PingPongTall<true, true, E, Bound::k>>(e, x, d, args, stream, p.beside_dx);
 }
 
 }  // namespace

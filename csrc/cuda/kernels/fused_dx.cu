@@ -21,8 +21,11 @@ int64_t tiles(int64_t rows, int64_t hidden) {
   return (rows + kRowGroup - 1) / kRowGroup * ((hidden + Product::kBN - 1) / Product::kBN);
 }
 
-double waves(int64_t rows, int64_t hidden, int parts) {
-  return double((tiles(rows, hidden) * parts + kClusters - 1) / kClusters) / parts;
+// How long dX takes, or dX and dW, which together can be no faster than all multiprocessors nor than dX's whole waves.
+double waves(int64_t rows, int64_t hidden, int parts, bool beside_dw) {
+  const int64_t dx = tiles(rows, hidden);
+  const double alone = double((dx * parts + kClusters - 1) / kClusters) / parts, both = 2.0 * double(dx) / kClusters;
+  return !beside_dw || both < alone ? alone : both;
 }
 
 template <class Out>
@@ -51,52 +54,60 @@ __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) 
   }
 }
 
-cudaError_t launch_in_parts(const FusedDxParams& p, const Matrix& e, const Matrix& w, cudaStream_t stream) {
-  GemmArgs args{};
-  args.chunk = p.chunk;
-  args.splits = 2;
-  const Matrix d{p.product, p.chunk.size, p.hidden, p.hidden};
-  if (cudaError_t error = cudaMemsetAsync(p.product, 0, size_t(p.chunk.size) * p.hidden * sizeof(float), stream))
-    return error;
-  if (cudaError_t error = launch_gemm<SplitProduct>(e, w, d, args, stream)) return error;
-  const unsigned blocks = unsigned(p.chunk.size);
-  if (p.out_dtype == DType::f32)
-    fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
-  else if (p.out_dtype == DType::bf16)
-    fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-  else
-    fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
-int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden) {
-  return num_classes >= kWorthSplitting && waves(rows, hidden, 2) < 0.95 * waves(rows, hidden, 1) ? 2 : 1;
+int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden, bool beside_dw) {
+  return num_classes >= kWorthSplitting && waves(rows, hidden, 2, beside_dw) < 0.95 * waves(rows, hidden, 1, beside_dw)
+             ? 2
+             : 1;
 }
 
-double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden) {
+double fused_cost(int64_t rows, int64_t size, int64_t num_classes, int64_t hidden, bool beside_dw) {
   constexpr double kChunk = 0.1;  // small kernels, tails, and dW's sums read and written
-  const int parts = fused_dx_parts(size, num_classes, hidden);
+  const int parts = fused_dx_parts(size, num_classes, hidden, beside_dw);
   double cost = 0;
   for (int64_t first = 0; first < rows; first += size) {
     const int64_t live = rows - first < size ? rows - first : size;
-    // dX in whole waves; the logits in as many tiles, but small ones that fill every wave.
-    cost += waves(live, hidden, parts) + double(tiles(live, hidden)) / kClusters + kChunk;
+    // The logits are as many tiles as dX, but small ones that fill every wave.
+    cost += waves(live, hidden, parts, beside_dw) + double(tiles(live, hidden)) / kClusters + kChunk;
   }
   return cost;
 }
 
 cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
-  if (p.out_dtype == DType::f64) return cudaErrorInvalidValue;
   const Matrix e{p.e, p.chunk.size, p.num_classes, p.e_pitch}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch};
-  if (fused_dx_parts(p.chunk.size, p.num_classes, p.hidden) > 1) return launch_in_parts(p, e, w, stream);
   GemmArgs args{};
   args.chunk = p.chunk;
+  args.splits = p.parts;
+  if (p.parts > 1) {
+    const size_t bytes = size_t(p.chunk.size) * p.hidden * sizeof(float);
+    if (cudaError_t error = cudaMemsetAsync(p.product, 0, bytes, stream)) return error;
+    return launch_gemm<SplitProduct>(e, w, Matrix{p.product, p.chunk.size, p.hidden, p.hidden}, args, stream);
+  }
+  if (p.out_dtype == DType::f64) return cudaErrorInvalidValue;
   args.target = p.rows.target, args.v = p.rows.v, args.g_target = p.rows.g_target;
   args.weight = static_cast<const __nv_bfloat16*>(p.weight), args.weight_pitch = p.weight_pitch;
   args.out = p.out, args.out_dtype = p.out_dtype;
   return launch_gemm<Product>(e, w, Matrix{}, args, stream);
+}
+
+cudaError_t launch_fused_dx_store(const FusedDxParams& p, cudaStream_t stream) {
+  if (p.parts == 1) return cudaSuccess;
+  const unsigned blocks = unsigned(p.chunk.size);
+  switch (p.out_dtype) {
+    case DType::f32:
+      fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
 }
 
 }  // namespace syncfree

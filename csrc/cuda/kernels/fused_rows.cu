@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   Pack<__nv_bfloat16>* out =
       reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
   if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
-  if (threadIdx.x == 0 && k == 0) *p.rows.any = 0;
+  if (threadIdx.x == 0 && k == 0) *p.rows.any = 0, *p.rows.ticket = 0;
   const ChunkRows chunk(p.chunk);
   if (k >= chunk.live) {
     for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads)

@@ -40,14 +40,15 @@ struct Scratch {
   int32_t* lists;  // of FusedSortParams: 4 [rows], 2 [classes]
   void* sort;      // fused_sort_scratch_bytes
   FusedRows rows;
+  int dx_parts;
 
   Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, int64_t chunk_rows, FlceNeeds need,
           bool argmax, int64_t sort_bytes) {
     const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
                   tiles = ceil_div(classes, kLogitsTileColumns), groups = ceil_div(chunk_rows, kRowGroup);
-    const bool in_parts = need.dx && fused_dx_parts(chunk_rows, classes, hidden) > 1;
+    dx_parts = need.dx ? fused_dx_parts(chunk_rows, classes, hidden, need.dw) : 1;
     gathered = carver.take<uint16_t>(chunk_rows * hidden);
-    product = carver.take<float>(in_parts ? chunk_rows * hidden : 0);
+    product = carver.take<float>(dx_parts > 1 ? chunk_rows * hidden : 0);
     lists = carver.take<int32_t>(need.dw ? 4 * rows + 2 * classes : 0);
     sort = carver.take<char>(sort_bytes);
     this->rows.exponent = carver.take<float>(chunk_rows);
@@ -59,13 +60,14 @@ struct Scratch {
     this->rows.bad = carver.take<int32_t>(chunk_rows);
     this->rows.only = carver.take<int32_t>(groups);
     this->rows.any = carver.take<int32_t>(1);
+    this->rows.ticket = carver.take<int32_t>(1);
     this->rows.g_target = carver.take<float>(rows);
   }
 };
 
 // E takes no more than the default workspace (lean: half of it), and no more than dW where 2048 rows do not need more.
 // Of the sizes from there to half of it, the one that keeps the multiprocessors busiest.
-ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_bytes) {
+ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_bytes, bool need_dw) {
   if (problem.chunk_rows)
     return plan_chunks(in.rows, e_row_bytes, problem.chunk_rows, 0, 0, 1, CudaBackend::kRowMultiple);
   const auto plan_for = [&](int64_t workspace, int64_t least) {
@@ -75,7 +77,9 @@ ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_b
                 budget = CudaBackend::kDefaultWorkspace / (problem.lean ? 2 : 1);
   ChunkPlan best = problem.workspace_bytes ? plan_for(problem.workspace_bytes, 1)
                                            : plan_for(std::min(budget, most), CudaBackend::kMinRows);
-  const auto cost = [&](const ChunkPlan& p) { return fused_cost(in.rows, p.rows, in.num_classes, problem.hidden); };
+  const auto cost = [&](const ChunkPlan& p) {
+    return fused_cost(in.rows, p.rows, in.num_classes, problem.hidden, need_dw);
+  };
   const int64_t least = best.rows / 2;
   for (int64_t size = best.rows - kRowGroup; size >= least && size >= kRowGroup; size -= kRowGroup) {
     const ChunkPlan other = plan_for(size * e_row_bytes, 1);
@@ -101,7 +105,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const Tensor &x = problem.input, &w = problem.weight;
   const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;
   const int64_t e_pitch = round_up(classes, 64);
-  const ChunkPlan chunks = plan(problem, in, e_pitch * 2);
+  const ChunkPlan chunks = plan(problem, in, e_pitch * 2, need.dw);
   FlceGradients out{
       need.dx ? new_empty(x, {rows, hidden}, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
       need.dw ? new_empty(x, {classes, hidden}, problem.weight_leaf) : new_empty(x, {0}, problem.weight_leaf),
@@ -161,16 +165,16 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     done(launch_fused_repair(logits, tiles, stream_), "fused repair");
     finish.repair = true;
     done(launch_fused_finish(finish, stream_), "fused finish");
-    if (need.dx)
-      done(launch_fused_dx({chunk, e.const_data_ptr(), e_pitch, w.const_data_ptr(), pitch_of(w), classes, hidden,
-                            scratch.product, scratch.rows, dx_ptr, x_dtype},
-                           stream_),
-           "fused dx");
+    const FusedDxParams dx{chunk,  e.const_data_ptr(), e_pitch,         w.const_data_ptr(), pitch_of(w), classes,
+                           hidden, scratch.dx_parts,   scratch.product, scratch.rows,       dx_ptr,      x_dtype};
+    if (need.dx) done(launch_fused_dx(dx, stream_), "fused dx");
     if (need.dw)
-      done(launch_fused_dw({chunk, e.const_data_ptr(), e_pitch, scratch.gathered, classes, hidden,
-                            dw_sum.mutable_data_ptr(), dtype_of(dw_sum.scalar_type()), i > 0, low_ptr, sort.starts},
-                           stream_),
+      done(launch_fused_dw(
+               {chunk, e.const_data_ptr(), e_pitch, scratch.gathered, classes, hidden, dw_sum.mutable_data_ptr(),
+                dtype_of(dw_sum.scalar_type()), i > 0, scratch.rows.ticket, need.dx, low_ptr, sort.starts},
+               stream_),
            "fused dw");
+    if (need.dx) done(launch_fused_dx_store(dx, stream_), "fused dx");
   }
 
   if (need.dw) {
