@@ -63,4 +63,27 @@ STABLE_TORCH_LIBRARY(syncfree, m) {
   // grads[i] *= scale, or scale * row_scales[i][row] where that is not empty; nothing is written where the factor is 1.
   // row_scales is None, empty, or has one entry for each of grads.
   m.def("scale_unless_one_(Tensor(a!)[] grads, Tensor scale, Tensor[]? row_scales=None) -> ()");
+
+  // --- the training loop (docs/training_loops.md) ---
+
+  // Stores scalars into row (ticket - 1) % rows of slots, int64[rows, 4 + columns]: a header (csrc/common/loop_params.h)
+  // and the columns, float64 bits before first_integer_column and int64 from there on. columns names those of values,
+  // then those of constants. The ticket comes last, so that a reader of mapped memory knows when a row is whole. With
+  // counters int64[2 + origins] the ticket is counters[0] + 1, counted on the device: so a CUDA graph can replay it.
+  m.def(
+      "publish_(Tensor(a!) slots, Tensor[] values, int[] columns, float[] constants, *, "
+      "int first_integer_column, int ticket=0, Tensor(b!)? counters=None, int origin=0) -> ()");
+  // Host side of publish_: the row of a ticket, whole if its first two entries are that ticket. CPU tensors only.
+  m.def("read_slot(Tensor slots, int ticket) -> Tensor");
+  // Slots in mapped page-locked memory that is never freed, as a CPU tensor and as one on the device of `like`. CUDA
+  // only.
+  m.def("mapped_slots(Tensor like, SymInt rows, SymInt width) -> (Tensor host, Tensor device)");
+
+  // For each row of mask (bool [..., L]) the positions that are set, min(count, size, max_kept, limit) of them in
+  // ascending order, then fill_value: indices int64[..., size], valid bool[..., size], count int64[...]. The first
+  // ones; with keys (floating, [..., L]) those with the smallest keys; with seed those with the smallest Philox keys of
+  // (seed, row id, position). row_ids and limit are int64 with one entry for each row.
+  m.def(
+      "masked_indices(Tensor mask, SymInt size, *, Tensor? keys=None, int? seed=None, Tensor? row_ids=None, "
+      "Tensor? limit=None, SymInt? max_kept=None, int fill_value=0) -> (Tensor indices, Tensor valid, Tensor count)");
 }

@@ -27,6 +27,9 @@ _CUDA_OPS = (
     "cross_entropy_backward",
     "count_targets",
     "scale_unless_one_",
+    "publish_",
+    "mapped_slots",
+    "masked_indices",
 )
 
 # The registrations live as long as the libraries that made them.

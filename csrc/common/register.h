@@ -4,6 +4,7 @@
 #include "count_scale.h"
 #include "cross_entropy.h"
 #include "flce.h"
+#include "loop.h"
 
 #define SYNCFREE_REGISTER(m, Backend)                                                                                  \
   m.impl("flce_forward", TORCH_BOX(&syncfree::flce_forward<Backend>));                                                 \
@@ -11,4 +12,6 @@
   m.impl("cross_entropy_forward", TORCH_BOX(&syncfree::cross_entropy_forward<Backend>));                               \
   m.impl("cross_entropy_backward", TORCH_BOX(&syncfree::cross_entropy_backward<Backend>));                             \
   m.impl("count_targets", TORCH_BOX(&syncfree::count_targets<Backend>));                                               \
-  m.impl("scale_unless_one_", TORCH_BOX(&syncfree::scale_unless_one_<Backend>))
+  m.impl("scale_unless_one_", TORCH_BOX(&syncfree::scale_unless_one_<Backend>));                                       \
+  m.impl("publish_", TORCH_BOX(&syncfree::publish_<Backend>));                                                         \
+  m.impl("masked_indices", TORCH_BOX(&syncfree::masked_indices<Backend>))

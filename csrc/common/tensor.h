@@ -80,6 +80,8 @@ inline const char* name_of(ScalarType type) {
       return "int64";
     case ScalarType::Int:
       return "int32";
+    case ScalarType::Bool:
+      return "bool";
     default:
       return "another dtype";
   }
@@ -126,6 +128,8 @@ inline int32_t dtype_code(ScalarType type) {
       return aoti_torch_dtype_int64();
     case ScalarType::Int:
       return aoti_torch_dtype_int32();
+    case ScalarType::Bool:
+      return aoti_torch_dtype_bool();
     default:
       return aoti_torch_dtype_uint8();
   }
@@ -133,19 +137,25 @@ inline int32_t dtype_code(ScalarType type) {
 
 // Contiguous, on the device of `like`. Through the shim, since a call by name through the dispatcher costs several
 // times the allocation.
-inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType type) {
-  int64_t strides[4] = {}, step = 1;
-  for (size_t i = size.size(); i-- > 0;) {
+inline Tensor new_empty(const Tensor& like, const int64_t* size, int64_t dims, ScalarType type) {
+  constexpr int64_t kMaxDims = 64;  // torch's own bound
+  int64_t strides[kMaxDims], step = 1;
+  SF_CHECK(dims <= kMaxDims, "syncfree: expected at most ", kMaxDims, " dimensions, got ", dims);
+  for (int64_t i = dims; i-- > 0;) {
     strides[i] = step;
-    step *= std::max<int64_t>(size.begin()[i], 1);
+    step *= std::max<int64_t>(size[i], 1);
   }
   int32_t device_type = 0;
   check_shim(aoti_torch_get_device_type(like.get(), &device_type), "aoti_torch_get_device_type");
   AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch_empty_strided(int64_t(size.size()), size.begin(), strides, dtype_code(type), device_type,
-                                      like.get_device_index(), &handle),
+  check_shim(aoti_torch_empty_strided(dims, size, strides, dtype_code(type), device_type, like.get_device_index(),
+                                      &handle),
              "aoti_torch_empty_strided (out of memory?)");
   return Tensor(handle);
+}
+
+inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType type) {
+  return new_empty(like, size.begin(), int64_t(size.size()), type);
 }
 
 inline Tensor new_bytes(const Tensor& like, int64_t bytes) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../common/gemm.h"
+#include "../common/loop_params.h"
 #include "../common/tensor.h"
 
 namespace syncfree {
@@ -18,6 +19,8 @@ void column_sum_cpu(const ColumnSumParams& p);
 void reduce_cpu(const ReduceParams& p);
 void scale_cpu(const ScaleParams& p);
 void gemm_cpu(const GemmParams& p);
+void publish_cpu(const PublishParams& p);
+void select_cpu(const SelectParams& p);
 
 struct CpuBackend {
   static constexpr bool kHasFused = false;
@@ -41,6 +44,8 @@ struct CpuBackend {
   void reduce(const ReduceParams& p) { reduce_cpu(p); }
   void scale(const ScaleParams& p) { scale_cpu(p); }
   void gemm(const GemmParams& p) { gemm_cpu(p); }
+  void publish(const PublishParams& p) { publish_cpu(p); }
+  void select(const SelectParams& p) { select_cpu(p); }
 };
 
 }  // namespace syncfree

@@ -4,4 +4,5 @@
 
 STABLE_TORCH_LIBRARY_IMPL(syncfree, CPU, m) {
   SYNCFREE_REGISTER(m, syncfree::CpuBackend);
+  m.impl("read_slot", TORCH_BOX(&syncfree::read_slot));
 }

@@ -30,6 +30,8 @@ class CudaBackend {
   void column_sum(const ColumnSumParams& p) { done(launch_column_sum(p, stream_), "column sum"); }
   void reduce(const ReduceParams& p) { done(launch_reduce(p, stream_), "reduce"); }
   void scale(const ScaleParams& p) { done(launch_scale(p, stream_), "scale"); }
+  void publish(const PublishParams& p) { done(launch_publish(p, stream_), "publish"); }
+  void select(const SelectParams& p) { done(launch_select(p, stream_), "masked indices"); }
   void gemm(const GemmParams& p);
 
   // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../../common/loop_params.h"
 #include "../../common/params.h"
 
 namespace syncfree {
@@ -19,5 +20,7 @@ cudaError_t launch_cast_rows(const CastRowsParams& p, cudaStream_t stream);
 cudaError_t launch_column_sum(const ColumnSumParams& p, cudaStream_t stream);
 cudaError_t launch_reduce(const ReduceParams& p, cudaStream_t stream);
 cudaError_t launch_scale(const ScaleParams& p, cudaStream_t stream);
+cudaError_t launch_publish(const PublishParams& p, cudaStream_t stream);
+cudaError_t launch_select(const SelectParams& p, cudaStream_t stream);
 
 }  // namespace syncfree
