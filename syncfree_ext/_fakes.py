@@ -166,3 +166,38 @@ def _(target: Tensor, num_classes: _Size, **_options: Any) -> tuple[Tensor, Tens
 @torch.library.register_fake("syncfree::scale_unless_one_")
 def _(grads: Sequence[Tensor], scale: Tensor, row_scales: Sequence[Tensor] | None = None) -> None:
     return None
+
+
+@torch.library.register_fake("syncfree::publish_")
+def _(
+    slots: Tensor, values: Sequence[Tensor], columns: Sequence[int], constants: Sequence[float], **_options: Any
+) -> None:
+    _check("publish_", "slots", "2 dimensions (rows, 4 + columns)", slots.dim() == 2, tuple(slots.shape))
+    total = len(values) + len(constants)
+    _check("publish_", "columns", f"one entry for each of {total} scalars", len(columns) == total, len(columns))
+
+
+@torch.library.register_fake("syncfree::read_slot")
+def _(slots: Tensor, ticket: int) -> Tensor:
+    return slots.new_empty(slots.shape[1:])
+
+
+@torch.library.register_fake("syncfree::mapped_slots")
+def _(like: Tensor, rows: _Size, width: _Size) -> tuple[Tensor, Tensor]:
+    return (
+        like.new_empty((rows, width), dtype=torch.int64, device="cpu"),
+        like.new_empty((rows, width), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("syncfree::masked_indices")
+def _(mask: Tensor, size: _Size, *, keys: Tensor | None = None, **_options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check("masked_indices", "mask", "at least one dimension", mask.dim() >= 1, tuple(mask.shape))
+    if keys is not None:
+        _check("masked_indices", "keys", "the shape of mask", keys.shape == mask.shape, tuple(keys.shape))
+    shape = (*mask.shape[:-1], size)
+    return (
+        mask.new_empty(shape, dtype=torch.int64),
+        mask.new_empty(shape),
+        mask.new_empty(mask.shape[:-1], dtype=torch.int64),
+    )

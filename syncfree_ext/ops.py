@@ -396,6 +396,19 @@ def _scale_unless_one_versioned(
 _library.impl("scale_unless_one_", _scale_unless_one_versioned, "ADInplaceOrView", with_keyset=True)
 
 
+def _publish_versioned(
+    keyset: Any, slots: Tensor, *args: Any, counters: Tensor | None = None, **options: Any
+) -> None:
+    torch.autograd.graph.increment_version([slots] if counters is None else [slots, counters])
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _syncfree.publish_.default.redispatch(
+            keyset & torch._C._after_ADInplaceOrView_keyset, slots, *args, counters=counters, **options
+        )
+
+
+_library.impl("publish_", _publish_versioned, "ADInplaceOrView", with_keyset=True)
+
+
 def _refusing_kernel(name: str) -> Callable[..., NoReturn]:
     def kernel(*_args: Any, **_options: Any) -> NoReturn:
         _refuse_transform(name)
@@ -413,5 +426,7 @@ for _name in (
     "cross_entropy_backward",
     "count_targets",
     "scale_unless_one_",
+    "publish_",
+    "masked_indices",
 ):
     _library.impl(_name, _refusing_kernel(_name), "FuncTorchBatched")
