@@ -90,16 +90,10 @@ class Lane:
         """The largest ticket that writing has begun for."""
         return max(self._cells[row * self.width + BEGIN] for row in range(self.rows))
 
-    def read(self, ticket: int) -> Tensor | None:
-        """The row of a ticket as int64, or None where it has been overwritten, or has not arrived."""
-        row: Tensor = _read(self.host, ticket)
-        return row if self.end_and_begin(row) == (ticket, ticket) else None
-
-    @staticmethod
-    def end_and_begin(row: Tensor) -> tuple[int, int]:
-        """The two tickets of a row that was read."""
-        end, begin = row[:ORIGIN].tolist()
-        return end, begin
+    def read(self, ticket: int) -> list[int] | None:
+        """The row of a ticket, or None where it has been overwritten, or has not arrived."""
+        row: list[int] = _read(self.host, ticket).tolist()
+        return row if row[END] == row[BEGIN] == ticket else None
 
 
 def wait_until(arrived: Callable[[], bool], stream: torch.cuda.Stream | None, deadline: float | None) -> bool:

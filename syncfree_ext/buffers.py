@@ -123,7 +123,7 @@ class _Pins:
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)
-        self._original: Callable[..., nn.Module] = owner._apply
+        self._wrapped: Callable[..., nn.Module] | None = owner.__dict__.get(_ATTRIBUTE)  # somebody else's
         self._held: dict[str, tuple[torch.device, int]] = {}
         self._loading = owner.register_load_state_dict_post_hook(_AfterLoading(self))
 
@@ -156,8 +156,8 @@ class _Pins:
         if not self._held and owner is not None and owner.__dict__.get(_ATTRIBUTE) is self:
             self._loading.remove()
             del owner.__dict__[_ATTRIBUTE]
-            if self._original != type(owner)._apply.__get__(owner):  # somebody else's wrapper
-                owner.__dict__[_ATTRIBUTE] = self._original
+            if self._wrapped is not None:
+                owner.__dict__[_ATTRIBUTE] = self._wrapped
 
     @torch.no_grad()
     def bring_back(self) -> None:
@@ -189,7 +189,8 @@ class _Pins:
         try:
             for name in kept:
                 owner._buffers[name] = None  # so that the module's own loop leaves them out
-            result = self._original(fn, *args, **kwargs)
+            convert = self._wrapped or type(owner)._apply.__get__(owner)
+            result: nn.Module = convert(fn, *args, **kwargs)
             kept.update(converted)
         finally:
             owner._buffers.update(kept)

@@ -17,7 +17,8 @@ from .scalars import AsyncScalars, _captured_memory
 Group: TypeAlias = "dist.ProcessGroup | None"
 
 _NAME = "syncfree_ext.NonFiniteGuard"
-_NEVER = 2**63 - 1
+
+_publish = torch.ops.syncfree.publish_.default
 
 
 class NonFiniteError(FloatingPointError):
@@ -78,11 +79,10 @@ class NonFiniteGuard:
         self._lane = Lane(self.device, self.depth, 2, 0)
         self._replays = Lane(self.device, self.depth, 2, 0)
         self._counters = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._first = torch.full((), _NEVER, dtype=torch.int64, device=self.device)
+        self._first = torch.zeros((), dtype=torch.int64, device=self.device)  # meaningless while count is 0
         self._count = torch.zeros((), dtype=torch.int64, device=self.device)
         self._pending: deque[tuple[int, torch.cuda.Stream | None]] = deque()
         self._tickets = 0
-        self._last_step: int | None = None
         self._captured = False
         self._forgotten = 0  # the last replay before a reset
         self._error: NonFiniteError | None = None
@@ -95,20 +95,18 @@ class NonFiniteGuard:
         Waits only when what the update depth calls earlier sent has not arrived yet.
 
         Args:
-            step: its number, larger than that of the last update.
+            step: its number, any integer.
             tensors: what has to be finite: floating tensors of any shape on the device, tensors on the CPU, or numbers.
                 Integers are finite; none at all is fine. Gradients are not tracked.
 
         Raises:
             NonFiniteError: the step depth updates earlier was bad, or this was found before.
             TypeError: an argument has the wrong type.
-            ValueError: step is not larger than the last one, or a tensor is on another CUDA device.
+            ValueError: a tensor is on another CUDA device.
         """
         _checks.check_integer(_NAME + ".update", "step", step)
         capturing = is_capturing(self.device)
         if not capturing:
-            if self._last_step is not None and step <= self._last_step:
-                raise ValueError(f"{_NAME}.update: step must be larger than the last, {self._last_step}, got {step}")
             self._raise_known()
             if len(self._pending) == self.depth:
                 self._look_at_oldest()
@@ -117,17 +115,14 @@ class NonFiniteGuard:
             flag = bad.to(torch.int64)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
             bad = flag.to(torch.bool)
-        if capturing:
-            at = self._counters[1] + step
-        else:
-            at = torch.full((), step, dtype=torch.int64, device=self.device)
-        torch.minimum(self._first, at.masked_fill_(bad.logical_not(), _NEVER), out=self._first)
+        is_first = self._count.eq(0).logical_and_(bad)
+        # Under capture: counters[1] counts the replays so far.
+        self._first.masked_fill_(is_first, self._counters[1] + step if capturing else step)
         self._count.add_(bad)
         if capturing:
             self._publish_captured()
             return
         self._tickets += 1
-        self._last_step = step
         self._lane.publish([self._first, self._count], [0, 1], ticket=self._tickets)
         self._pending.append((self._tickets, current_stream(self.device)))
 
@@ -162,16 +157,15 @@ class NonFiniteGuard:
         self._raise_known()
 
     def reset(self) -> None:
-        """Forget what was found, so that training can go on from a checkpoint; steps may start anywhere again."""
+        """Forget what was found, so that training can go on from a checkpoint."""
         while self._pending:
             ticket, stream = self._pending.popleft()
             self._wait(ticket, stream)
         if self._captured:
             torch.cuda.synchronize(self.device)
             self._forgotten = self._replays.newest()
-        self._first.fill_(_NEVER)
         self._count.zero_()
-        self._error, self._last_step = None, None
+        self._error = None
 
     def _is_bad(self, tensors: tuple[Tensor | float, ...]) -> Tensor:
         """A bool on the device: one of them is not finite."""
@@ -194,11 +188,16 @@ class NonFiniteGuard:
         if bad_on_host or not on_device:
             return torch.full((), bad_on_host, dtype=torch.bool, device=self.device)
         # The largest magnitude: it keeps NaN and infinity, and cannot overflow as a sum would.
-        if len(on_device) == 1:
-            worst = torch.linalg.vector_norm(on_device[0], math.inf)
+        scalars = [t if t.numel() == 1 else torch.linalg.vector_norm(t, math.inf) for t in on_device]
+        if len(scalars) > 1:
+            # All into one tensor, whatever their dtypes, by one kernel.
+            slots = torch.empty(1, COLUMNS + len(scalars), dtype=torch.int64, device=self.device)
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                _publish(slots, scalars, range(len(scalars)), [], first_integer_column=len(scalars), ticket=1)
+            worst = slots[0, COLUMNS:].view(torch.float64)
         else:
-            worst = torch.nn.utils.get_total_norm(on_device, math.inf)
-        return (worst - worst).ne_(0).to(torch.bool)  # x - x is 0 for finite x, and NaN for all others
+            worst = scalars[0]
+        return (worst - worst).ne(0).any()  # x - x is 0 for finite x, and NaN for all others
 
     def _publish_captured(self) -> None:
         if not self._captured:
@@ -218,8 +217,8 @@ class NonFiniteGuard:
         self._note(row)
         self._raise_known()
 
-    def _note(self, row: Tensor) -> None:
-        step, count = row[COLUMNS:].tolist()
+    def _note(self, row: list[int]) -> None:
+        step, count = row[COLUMNS:]
         if count and self._error is None:
             self._error = NonFiniteError(step, count)
 

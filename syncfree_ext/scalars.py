@@ -7,6 +7,7 @@ and everything after it on its stream waits with it. `AsyncScalars` stores the v
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 import warnings
@@ -77,8 +78,8 @@ class AsyncScalars:
 
     In a CUDA graph. A put that is captured is repeated by each replay. It counts its replays on the device; the tag of
     the n-th one, n = 0, 1, ..., is (tag, n). Replays share a ring of their own, of depth rows, which they overwrite
-    without looking: of more than depth replays between two polls the oldest are lost, and counted in `dropped`. A
-    number among the values is baked in. `poll` sees replays; `flush` and `close` wait for the whole device once
+    without looking: of more than depth replays between two polls the oldest are lost, and counted in `dropped`. They
+    come in their own order, which is not compared with that of other puts. A number among the values is baked in. `poll` sees replays; `flush` and `close` wait for the whole device once
     something has been captured. The memory is then kept for the life of the process.
 
     Two threads may use one object. In a forked child it delivers only what had been read before the fork. In code
@@ -406,24 +407,24 @@ class AsyncScalars:
                 self._next_replay = oldest
                 continue
             self._next_replay += 1
-            origin, repeat = row[ORIGIN : REPEAT + 1].tolist()
-            tag, fields = self._captured[origin]
-            self._deliver((tag, repeat), fields, row)
+            tag, fields = self._captured[row[ORIGIN]]
+            self._deliver((tag, row[REPEAT]), fields, row)
             if self.on_full == "drop_oldest":
                 self._keep_newest()
 
-    def _deliver(self, tag: Any, fields: list[_Field], row: Tensor) -> None:
-        cells = row[COLUMNS:]
-        floats = cells.view(torch.float64).tolist()
-        integers = cells.tolist() if self._first_integer < len(self.names) else []
+    def _deliver(self, tag: Any, fields: list[_Field], row: list[int]) -> None:
+        floats = self._as_floats(*row[COLUMNS : COLUMNS + self._first_integer])
         values: dict[str, float | int] = {}
         for name, column, constant in fields:
             if column is None:
                 values[name] = constant
             else:
-                values[name] = floats[column] if column < self._first_integer else integers[column]
+                values[name] = floats[column] if column < self._first_integer else row[COLUMNS + column]
         self._latest = (tag, values)
         self._ready.append(self._latest)
+
+    def _as_floats(self, *cells: int) -> tuple[float, ...]:
+        return struct.unpack(f"{len(cells)}d", struct.pack(f"{len(cells)}q", *cells))
 
 
 def _dtypes_of(names: Sequence[str] | Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
