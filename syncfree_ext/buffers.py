@@ -1,8 +1,8 @@
 """Small buffers that stay on the training device while the rest of their module goes to the host and back.
 
 An offloaded module whose few running statistics are read in each step uploads them in each step, and an upload from
-ordinary memory makes the host wait. `pin_buffers` leaves them where they are read; `ResidentCache` keeps what is derived
-from them, or from constants.
+ordinary memory makes the host wait. `pin_buffers` leaves them where they are read; `ResidentCache` keeps what is
+derived from them, or from constants.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def pin_buffers(
         latents = (latents - vae.bn.running_mean) / (vae.bn.running_var + eps).sqrt()
 
     The buffers move to the device now, and stay there: a change of dtype is followed, on the device; a change of device
-    is not, and copies nothing. Their memory stays the same unless the dtype changes. Buffers that are assigned later are
-    moved at the next change of the module. `state_dict` holds them as they are, on that device; `load_state_dict` copies
-    into them, and with assign=True moves what was assigned. A deep copy, and an unpickled module, have no pin.
+    is not, and copies nothing. Their memory stays the same unless the dtype changes. Buffers that are assigned later
+    are moved at the next change of the module. `state_dict` holds them as they are, on that device; `load_state_dict`
+    copies into them, and with assign=True moves what was assigned. A deep copy, and an unpickled module, have no pin.
 
     Pins may overlap: a buffer is free when the last handle that names it is removed. While the module is elsewhere it
     has tensors on two devices, so that its own forward, and code that takes the device of "the first buffer", fail:

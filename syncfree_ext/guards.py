@@ -116,8 +116,10 @@ class NonFiniteGuard:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
             bad = flag.to(torch.bool)
         is_first = self._count.eq(0).logical_and_(bad)
-        # Under capture: counters[1] counts the replays so far.
-        self._first.masked_fill_(is_first, self._counters[1] + step if capturing else step)
+        if capturing:  # counters[1] counts the replays so far; masked_fill_ would read a tensor on the host
+            self._first.copy_(torch.where(is_first, self._counters[1] + step, self._first))
+        else:
+            self._first.masked_fill_(is_first, step)
         self._count.add_(bad)
         if capturing:
             self._publish_captured()

@@ -29,7 +29,7 @@ class _Layout(NamedTuple):
 
     first: dict[str, int]  # value, numerator
     second: dict[str, int]  # denominator of a ratio
-    count: dict[str, int]  # how many times a name was added
+    counts: dict[str, int]  # how many times a name was added
     sums: int  # columns of the first section: sum, mean, ratio, and all counts
     minima: int
     maxima: int
@@ -142,7 +142,7 @@ class MetricBuffer:
                     f"{_NAME}.add: {name} is reduced by {self._reductions[name]!r} and must be "
                     f"{'one value' if isinstance(value, tuple) else 'a pair (numerator, denominator)'}"
                 )
-            numbers[layout.count[name]] = 1.0
+            numbers[layout.counts[name]] = 1.0
             if isinstance(value, tuple):
                 if len(value) != 2:
                     raise TypeError(f"{_NAME}.add: {name} must be a pair (numerator, denominator), got {len(value)}")
@@ -301,7 +301,7 @@ class MetricBuffer:
         extremes = torch.cat((minima, maxima))
         results: dict[str, Tensor] = {}
         for name, kind in self._reductions.items():
-            column, count = layout.first[name], sums[layout.count[name]]
+            column, count = layout.first[name], sums[layout.counts[name]]
             if kind == "sum":
                 results[name] = sums[column]
             elif kind == "mean":
@@ -321,7 +321,7 @@ class MetricBuffer:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Over the ranks. A maximum loses NaN in some backends, so NaN travels as a count."""
         lasts = [name for name, kind in self._reductions.items() if kind == "last"]
-        counts = [self._layout.count[name] for name in lasts]
+        counts = [self._layout.counts[name] for name in lasts]
         has = torch.stack([sums[column] for column in counts]).gt(0).double() if lasts else last
         extremes = torch.cat((minima.neg(), maxima))
         nans = extremes.isnan()
@@ -384,7 +384,7 @@ class MetricBuffer:
                 (
                     state[layout.first[name]],
                     state[layout.second[name]] if name in layout.second else zero,
-                    state[layout.count[name]],
+                    state[layout.counts[name]],
                 )
             )
             for name in self._reductions
@@ -420,7 +420,7 @@ class MetricBuffer:
             target[layout.first[name]].copy_(first)
             if name in layout.second:
                 self._state[layout.second[name]].copy_(second)
-            self._state[layout.count[name]].copy_(count)
+            self._state[layout.counts[name]].copy_(count)
 
 
 def _checked_reduction(name: str, reduction: Any) -> Reduction:

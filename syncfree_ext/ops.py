@@ -396,9 +396,7 @@ def _scale_unless_one_versioned(
 _library.impl("scale_unless_one_", _scale_unless_one_versioned, "ADInplaceOrView", with_keyset=True)
 
 
-def _publish_versioned(
-    keyset: Any, slots: Tensor, *args: Any, counters: Tensor | None = None, **options: Any
-) -> None:
+def _publish_versioned(keyset: Any, slots: Tensor, *args: Any, counters: Tensor | None = None, **options: Any) -> None:
     torch.autograd.graph.increment_version([slots] if counters is None else [slots, counters])
     with torch._C._AutoDispatchBelowADInplaceOrView():
         _syncfree.publish_.default.redispatch(

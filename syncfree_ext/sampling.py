@@ -23,7 +23,7 @@ class MaskedIndices(NamedTuple):
     """int64 (..., size): the selected positions in ascending order, then fill_value."""
     valid: Tensor
     """bool (..., size): True for the selected positions, which come first."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     """int64 (...): how many entries of the mask are set; what was cut off shows as count > size."""
 
 

@@ -261,7 +261,7 @@ def test_a_pin_to_another_device_is_refused() -> None:
         pin_buffers(vae, "scale", "cpu")
 
 
-# ------------------------------------------------------------------------------------------------------- ResidentCache
+# -------------------------------------------------------------------------------------------------------- ResidentCache
 
 
 def counted(fn: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], list[int]]:

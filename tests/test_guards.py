@@ -143,16 +143,22 @@ def test_poll_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_poisoned_weights_are_not_saved(device: torch.device) -> None:
     """The loop of the class's documentation, with a bad step between two checkpoints."""
     weight, saved = torch.zeros(4, device=device), []
-    with pytest.raises(NonFiniteError, match="in step 8"), AsyncScalars(device, ["loss"], depth=8) as ring:
-        guard = NonFiniteGuard(ring)
-        for step in range(20):
-            weight += math.nan if step == 8 else 1.0
-            loss = weight.sum()
-            guard.update(step, loss)
-            ring.put(step, {"loss": loss})
-            if step % 5 == 4:
-                guard.check()
-                saved.append(weight.clone())
+    ring = AsyncScalars(device, ["loss"], depth=8)
+
+    def train() -> None:
+        with ring:
+            guard = NonFiniteGuard(ring)
+            for step in range(20):
+                weight.add_(math.nan if step == 8 else 1.0)
+                loss = weight.sum()
+                guard.update(step, loss)
+                ring.put(step, {"loss": loss})
+                if step % 5 == 4:
+                    guard.check()
+                    saved.append(weight.clone())
+
+    with pytest.raises(NonFiniteError, match="in step 8"):
+        train()
     assert len(saved) == 1
     assert all(bool(w.isfinite().all()) for w in saved)
     assert [tag for tag, _ in ring.poll()] == list(range(10)), "the values up to the exception are there"

@@ -172,9 +172,8 @@ def test_compute_async(device: torch.device) -> None:
 def test_compute_async_needs_the_names(device: torch.device) -> None:
     buffer = MetricBuffer(device, {"a": "sum"})
     buffer.add(a=1)
-    with AsyncScalars(device, ["b"]) as ring:
-        with pytest.raises(KeyError, match="got 'a'"):
-            buffer.compute_async(ring, 0)
+    with AsyncScalars(device, ["b"]) as ring, pytest.raises(KeyError, match="got 'a'"):
+        buffer.compute_async(ring, 0)
     assert buffer.compute() == {"a": 1.0}, "a refused compute_async resets nothing"
 
 
@@ -234,7 +233,7 @@ def test_errors_of_add(metrics: dict[str, Any], error: type[Exception], message:
 
 
 def test_errors_at_construction() -> None:
-    with pytest.raises(ValueError, match="a must be reduced by one of .* got 'median'"):
+    with pytest.raises(ValueError, match=r"a must be reduced by one of .* got 'median'"):
         MetricBuffer("cpu", {"a": "median"})
     with pytest.raises(ValueError, match="default must be reduced by one of"):
         MetricBuffer("cpu", default="avg")  # type: ignore[arg-type]

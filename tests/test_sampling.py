@@ -228,7 +228,7 @@ def test_any_arguments(data: Any) -> None:
     check(masked_indices(mask, size, limit=limit), loop_reference.masked_indices(mask, size, None, limit))
 
 
-# -------------------------------------------------------------------------------------------------- registration, errors
+# ------------------------------------------------------------------------------------------------- registration, errors
 
 
 @pytest.mark.parametrize("kind", ["first", "keys", "seed"])
@@ -302,7 +302,7 @@ M = torch.ones(2, 6, dtype=torch.bool)
         ((M, 1), {"order": "random", "scores": M.long()}, TypeError, "scores must be float32"),
         ((M, 1), {"order": "random", "scores": M.float()[:1]}, ValueError, r"scores must have shape \(2, 6\)"),
         ((M, 1), {"order": "random", "seed": 1, "row_ids": torch.zeros(2)}, TypeError, "row_ids must hold integers"),
-        ((M, 1), {"order": "random", "seed": 1, "row_ids": torch.zeros(3).long()}, ValueError, "row_ids must have shape"),
+        ((M, 1), {"order": "random", "seed": 1, "row_ids": torch.ones(3).int()}, ValueError, "row_ids must have shape"),
         ((M, 1), {"limit": -1}, ValueError, "limit must be at least 0, got -1"),
         ((M, 1), {"limit": torch.zeros(3).long()}, ValueError, r"limit must broadcast to \(2,\)"),
         ((M, 1), {"limit": torch.zeros(2)}, TypeError, "limit must hold integers, got torch.float32"),
@@ -327,7 +327,7 @@ def test_errors_of_the_op(device: torch.device) -> None:
             OP(mask, 1, **options)
 
 
-# -------------------------------------------------------------------------------------------------------- host bound
+# ----------------------------------------------------------------------------------------------------------- host bound
 
 
 def test_host_count_bound(rng: torch.Generator) -> None:

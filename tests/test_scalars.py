@@ -42,13 +42,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return run_oldest
 
 
+def raises(error: type[Exception], call: Callable[[], None]) -> None:
+    with pytest.raises(error):
+        call()
+
+
 def after(seconds: float, call: Callable[[], None]) -> threading.Thread:
     thread = threading.Timer(seconds, call)
     thread.start()
     return thread
 
 
-# -------------------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
@@ -149,7 +154,7 @@ def test_tensors_on_the_cpu_are_numbers(device: torch.device) -> None:
         assert ring.get("tag") == {"norm": 0.0, "n": 2**60 + 1}
 
 
-# --------------------------------------------------------------------------------------------------------------- order
+# ---------------------------------------------------------------------------------------------------------------- order
 
 
 def test_tags_are_any_objects(device: torch.device) -> None:
@@ -252,7 +257,7 @@ def test_resume_from_a_flushed_ring(device: torch.device) -> None:
     assert logged == [(step, {"x": float(step)}) for step in range(10)]
 
 
-# ---------------------------------------------------------------------------------------------------- a device that lags
+# --------------------------------------------------------------------------------------------------- a device that lags
 
 
 def test_poll_sees_only_what_has_arrived(late: Callable[[], None]) -> None:
@@ -333,11 +338,16 @@ def test_drop_oldest_keeps_the_newest_arrived_or_not(device: torch.device) -> No
 def test_an_exception_is_not_masked(late: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scalars, "_EXCEPTION_TIMEOUT", 0.02)
     ring = AsyncScalars("cpu", ["x"])
-    with pytest.warns(UserWarning, match="1 puts still on their way"), pytest.raises(ZeroDivisionError), ring:
-        ring.put(0, {"x": 1})
-        late()
-        ring.put(1, {"x": 2})  # never arrives
-        raise ZeroDivisionError
+
+    def train() -> None:
+        with ring:
+            ring.put(0, {"x": 1})
+            late()
+            ring.put(1, {"x": 2})  # never arrives
+            raise ZeroDivisionError
+
+    with pytest.warns(UserWarning, match="1 puts still on their way"):
+        raises(ZeroDivisionError, train)
     assert ring.poll() == [(0, {"x": 1.0})], "what had arrived is there"
 
 
@@ -345,12 +355,15 @@ def test_an_error_of_the_device_does_not_mask_an_exception(monkeypatch: pytest.M
     def broken(*_: Any) -> bool:
         raise RuntimeError("the device is lost")
 
-    ring = AsyncScalars("cpu", ["x"])
-    with pytest.warns(UserWarning, match="the device is lost"), pytest.raises(ZeroDivisionError), ring:
-        monkeypatch.setattr(Lane, "publish", lambda *_args, **_options: None)
-        monkeypatch.setattr(scalars, "wait_until", broken)
-        ring.put(0, {"x": 1})
-        raise ZeroDivisionError
+    def train() -> None:
+        with AsyncScalars("cpu", ["x"]) as ring:
+            ring.put(0, {"x": 1})
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(Lane, "publish", lambda *_args, **_options: None)
+    monkeypatch.setattr(scalars, "wait_until", broken)
+    with pytest.warns(UserWarning, match="the device is lost"):
+        raises(ZeroDivisionError, train)
     ring = AsyncScalars("cpu", ["x"])
     ring.put(0, {"x": 1})
     with pytest.raises(RuntimeError, match="the device is lost"):
@@ -380,7 +393,7 @@ def test_waiting_for_what_never_comes() -> None:
         wait_until(lambda: False, Idle(), None)  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------------- forks and life spans
+# ------------------------------------------------------------------------------------------------- forks and life spans
 
 
 def read_in_child(ring: AsyncScalars, results: Any) -> None:
@@ -422,7 +435,7 @@ def test_rings_leave_nothing_behind(device: torch.device) -> None:
     assert not [o for o in gc.get_objects() if type(o) is AsyncScalars]
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -465,7 +478,7 @@ def test_errors_of_put(values: dict[str, Any], error: type[Exception], message: 
         assert ring.flush() == [(1, {"x": 2.0})], "a refused put leaves no trace"
 
 
-# ------------------------------------------------------------------------------------------------------------------- ops
+# ------------------------------------------------------------------------------------------------------------------ ops
 
 
 def new_slots(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -566,7 +579,7 @@ def test_a_torn_row_is_seen() -> None:
     assert lane.read(2) is None
 
 
-# ------------------------------------------------------------------------------------------- replays, without a device
+# -------------------------------------------------------------------------------------------- replays, without a device
 
 
 def replay(ring: AsyncScalars, monkeypatch: pytest.MonkeyPatch, tag: Any, values: dict[str, Any]) -> Callable[[], None]:
@@ -661,7 +674,11 @@ def test_capture_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leaving_the_ring_checks_its_guards(device: torch.device) -> None:
-    with pytest.raises(NonFiniteError, match="in step 1"), AsyncScalars(device, ["x"], depth=4) as ring:
-        guard = NonFiniteGuard(ring)
-        for step in range(3):
-            guard.update(step, torch.tensor(torch.nan if step == 1 else 0.0, device=device))
+    def train() -> None:
+        with AsyncScalars(device, ["x"], depth=4) as ring:
+            guard = NonFiniteGuard(ring)
+            for step in range(3):
+                guard.update(step, torch.tensor(torch.nan if step == 1 else 0.0, device=device))
+
+    with pytest.raises(NonFiniteError, match="in step 1"):
+        train()
