@@ -4,7 +4,8 @@
 The text is the source of the Python standard library, which every machine has; a BPE vocabulary is learnt from it. The
 model is a decoder-only transformer with tied embeddings. Both runs start from the same seed and see the same batches,
 so their loss curves differ by rounding alone. In the fused run the host never waits for the GPU: batches are drawn on
-the device, and loss and accuracy are copied into pinned memory and read once they have arrived.
+the device; loss and accuracy come through AsyncScalars, their means over ten steps through a MetricBuffer; and a
+NonFiniteGuard looks for NaN and infinity.
 
     python examples/train_lm.py --help
 """
@@ -17,8 +18,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from comparison import Run, draw, table
 from stdlib_text import Batches, load_text
+from sync_count import counted_syncs
 from torch import Tensor, nn
 
 import syncfree_ext
@@ -36,6 +36,10 @@ import syncfree_ext
 IGNORE = -100
 # Steps left out of the timing: allocator growth, library handles, compilation.
 WARM_UP = 5
+# Steps whose mean the progress bar shows.
+LOG_INTERVAL = 10
+# How many steps the host may be ahead of the GPU.
+RUN_AHEAD = 4
 # Standard deviation of the embedding's first weights.
 INIT = 0.05
 
@@ -186,35 +190,6 @@ def as_text(loss: float, accuracy: float) -> str:
     return f"loss {loss:.3f}  accuracy {accuracy:.1%}"
 
 
-class LateValues:
-    """Loss and accuracy of each step, copied to the host behind the step and read once they have arrived."""
-
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        # A row for each step: nothing is overwritten before it is read, however far the host runs ahead.
-        self.rows = torch.zeros(steps, 2, pin_memory=self.on_gpu)
-        self.pending: deque[tuple[int, torch.cuda.Event]] = deque()
-        self.arrived = -1
-
-    def put(self, step: int, loss: Tensor, accuracy: Tensor) -> None:
-        """Sends the values of a step on their way."""
-        self.rows[step].copy_(torch.stack((loss.detach().float(), accuracy.float())), non_blocking=True)
-        if self.on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-            self.pending.append((step, event))
-        else:
-            self.arrived = step
-
-    def newest(self) -> str:
-        """The newest values that have arrived, as text; asks, and never waits."""
-        while self.pending and self.pending[0][1].query():
-            self.arrived = self.pending.popleft()[0]
-        if self.arrived < 0:
-            return ""
-        return as_text(*self.rows[self.arrived].tolist())
-
-
 class Stopwatch:
     """Seconds of each step: between events on the GPU's stream, or on the host's clock."""
 
@@ -235,23 +210,6 @@ class Stopwatch:
         """All steps; to be called once the GPU is done."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs]
-
-
-@contextmanager
-def counted_syncs(device: torch.device) -> Iterator[list[int]]:
-    """Counts the operations that make the host wait for the GPU, as torch's sync debug mode reports them."""
-    count = [0]
-    if device.type != "cuda":
-        yield count
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield count
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            count[0] = sum("called a synchronizing" in str(entry.message) for entry in caught)
 
 
 def progress(steps: int, name: str) -> Any:
@@ -303,8 +261,19 @@ def train(name: str, head: Head, tokens: Tensor, setup: Setup, waits: bool) -> t
     )
     scaler = torch.amp.GradScaler(device.type, enabled=setup.dtype == torch.float16)
     batches = setup.batches(tokens)
-    values, watch, bar = LateValues(size.steps, device), Stopwatch(device), progress(size.steps, name)
+    ring = syncfree_ext.AsyncScalars(device, ["loss", "accuracy"], depth=RUN_AHEAD)
+    guard = syncfree_ext.NonFiniteGuard(ring)
+    metrics = syncfree_ext.MetricBuffer(device, {"loss": "mean", "accuracy": "mean"})
+    watch, bar = Stopwatch(device), progress(size.steps, name)
+    losses, accuracies = [0.0] * size.steps, [0.0] * size.steps
     warm_up = min(WARM_UP, size.steps - 1)
+
+    def receive() -> None:
+        for tag, values in ring.poll():
+            if tag == "mean":
+                bar.set_postfix_str(as_text(values["loss"], values["accuracy"]), refresh=False)
+            else:
+                losses[tag], accuracies[tag] = values["loss"], values["accuracy"]
 
     def one_step(step: int) -> None:
         inputs, targets = batches.draw()
@@ -312,28 +281,34 @@ def train(name: str, head: Head, tokens: Tensor, setup: Setup, waits: bool) -> t
             loss, accuracy = step_function(inputs, targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        # A GradScaler looks for infinite gradients itself, by making some.
+        guard.update(step, loss, *(() if scaler.is_enabled() else (norm,)))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        values.put(step, loss, accuracy)
-        text = as_text(loss.item(), accuracy.item()) if waits else values.newest()
-        bar.set_postfix_str(text, refresh=False)
+        ring.put(step, {"loss": loss, "accuracy": accuracy})
+        metrics.add(loss=loss, accuracy=accuracy)
+        if (step + 1) % LOG_INTERVAL == 0:
+            metrics.compute_async(ring, "mean")
+        receive()
+        if waits:
+            bar.set_postfix_str(as_text(loss.item(), accuracy.item()), refresh=False)
         bar.update()
         watch.mark()
 
     watch.mark()
-    for step in range(warm_up):
-        one_step(step)
-    with counted_syncs(device) as syncs:
-        for step in range(warm_up, size.steps):
+    with ring:  # leaving it waits for the last values, and raises if the guard has found something
+        for step in range(warm_up):
             one_step(step)
+        with counted_syncs(device) as syncs:
+            for step in range(warm_up, size.steps):
+                one_step(step)
+    receive()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    bar.set_postfix_str(values.newest())
     bar.close()
-    losses, accuracies = values.rows.T.tolist()
     return Run(
         name=name,
         losses=losses,
