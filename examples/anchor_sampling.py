@@ -70,7 +70,7 @@ class Draft(nn.Module):
 
 
 def make_batch(setup: Setup, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and loss mask of a step, on the device: a prompt, then what is trained on, little of it in each third step.
+    """Tokens and loss mask of a step, on the device: a prompt, then what is trained on, in each third step little.
 
     The mask is made on the host, where `host_count_bound` could count it as well: a device mask is the harder case.
     """

@@ -1,4 +1,4 @@
-"""The examples of the loop's parts, run briefly: each compares itself with its naive version, and fails on a difference."""
+"""The examples of the loop's parts, run briefly: each fails where it differs from its naive version."""
 
 from __future__ import annotations
 
