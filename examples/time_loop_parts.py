@@ -30,7 +30,7 @@ REPEATS = 20
 
 def host_microseconds(call: Callable[[], object], repeats: int = 200) -> float:
     """Median time of the host in a call, the queue of the GPU being short."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -59,13 +59,14 @@ class Bulk:
         self.queue()
         end.record(self.stream)
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
 
 def stream_milliseconds(call: Callable[[], object], bulk: Bulk | None) -> tuple[float, float]:
     """Medians: on the GPU from before the call to the end of a small kernel behind it, and of the host in the call."""
     small = torch.zeros(1024, device="cuda")
-    on_gpu, on_host = [], []
+    on_gpu: list[float] = []
+    on_host: list[float] = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         if bulk is not None:
@@ -129,7 +130,7 @@ def gpu_microseconds(call: Callable[[], object]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(10):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -48,8 +48,8 @@ struct SelectParams {
   const uint8_t* mask;  // [rows, length], 0 or not
   int64_t rows;
   int64_t length;
-  int64_t size;      // columns of the result
-  int64_t max_kept;  // at most size
+  int64_t size;          // columns of the result
+  int64_t max_kept;      // at most size
   const int64_t* limit;  // nullable: [rows], another bound; negative counts as 0
   KeyKind key_kind;
   const void* keys;  // [rows, length]; null for none and philox

@@ -148,9 +148,9 @@ inline Tensor new_empty(const Tensor& like, const int64_t* size, int64_t dims, S
   int32_t device_type = 0;
   check_shim(aoti_torch_get_device_type(like.get(), &device_type), "aoti_torch_get_device_type");
   AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch_empty_strided(dims, size, strides, dtype_code(type), device_type, like.get_device_index(),
-                                      &handle),
-             "aoti_torch_empty_strided (out of memory?)");
+  check_shim(
+      aoti_torch_empty_strided(dims, size, strides, dtype_code(type), device_type, like.get_device_index(), &handle),
+      "aoti_torch_empty_strided (out of memory?)");
   return Tensor(handle);
 }
 

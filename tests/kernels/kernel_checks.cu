@@ -12,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "../../csrc/common/keys.h"
 #include "../../csrc/cuda/kernels/launch.h"
 
 using namespace syncfree;
@@ -231,6 +232,96 @@ void check_scale() {
     }
 }
 
+// Keys of few values, so that ties decide; lengths around a tile of the block.
+void check_select() {
+  for (int64_t length : {0, 1, 5, 4095, 4096, 4097, 20001})
+    for (int values : {1, 3, 1 << 24})
+      for (int64_t size : {0, 1, 100, 5000})
+        for (KeyKind kind : {KeyKind::none, KeyKind::f32, KeyKind::f64, KeyKind::philox}) {
+          const int64_t rows = 3;
+          const size_t n = size_t(rows * length);
+          std::vector<uint8_t> mask(n);
+          std::vector<double> keys(n);
+          for (size_t i = 0; i < n; ++i)
+            mask[i] = rng() % 3 != 0, keys[i] = double(rng() % uint64_t(values)) / values - 0.5;
+          const std::vector<int64_t> limit{-1, size / 2, size + 5}, ids{7, -3, int64_t(1) << 40};
+          const Device<uint8_t> mask_device(mask);
+          const Device<double> wide(keys);
+          const Device<float> narrow(std::vector<float>(keys.begin(), keys.end()));
+          const Device<int64_t> limit_device(limit), ids_device(ids);
+          Device<int64_t> indices(size_t(rows * size)), count(static_cast<size_t>(rows));
+          Device<uint8_t> valid(size_t(rows * size));
+          SelectParams p{};
+          p.mask = mask_device.data, p.rows = rows, p.length = length, p.size = size, p.max_kept = size;
+          p.limit = limit_device.data, p.key_kind = kind, p.seed = 99, p.row_ids = ids_device.data, p.fill_value = -9;
+          p.keys = kind == KeyKind::f32 ? static_cast<const void*>(narrow.data) : wide.data;
+          p.indices = indices.data, p.valid = reinterpret_cast<bool*>(valid.data), p.count = count.data;
+          CUDA(launch_select(p, nullptr));
+          CUDA(cudaDeviceSynchronize());
+          const auto got = indices.host(), got_count = count.host();
+          const auto got_valid = valid.host();
+          for (int64_t r = 0; r < rows; ++r) {
+            std::vector<int64_t> set;
+            for (int64_t i = 0; i < length; ++i)
+              if (mask[size_t(r * length + i)]) set.push_back(i);
+            const auto key = [&](int64_t i) {
+              if (kind == KeyKind::none) return 0.0;
+              if (kind == KeyKind::philox) return double(philox_keys(99, ids[size_t(r)], i / 4).word[i % 4]);
+              return kind == KeyKind::f32 ? double(float(keys[size_t(r * length + i)])) : keys[size_t(r * length + i)];
+            };
+            bool same = got_count[size_t(r)] == int64_t(set.size());
+            std::stable_sort(set.begin(), set.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
+            set.resize(size_t(std::clamp<int64_t>(limit[size_t(r)], 0, std::min(size, int64_t(set.size())))));
+            std::sort(set.begin(), set.end());
+            for (int64_t i = 0; i < size; ++i) {
+              const bool kept = i < int64_t(set.size());
+              same = same && got[size_t(r * size + i)] == (kept ? set[size_t(i)] : -9) &&
+                     got_valid[size_t(r * size + i)] == (kept ? 1 : 0);
+            }
+            CHECK(same, "select: length=%ld values=%d size=%ld kind=%d row=%ld", long(length), values, long(size),
+                  int(kind), long(r));
+          }
+        }
+}
+
+// Into mapped memory, while the host reads it: a row whose two tickets agree is whole.
+void check_publish() {
+  constexpr int64_t kColumns = 90, kRows = 2, kWidth = kSlotColumns + kColumns, kTickets = 3000;
+  int64_t *host = nullptr, *slots = nullptr;
+  CUDA(cudaHostAlloc(&host, kRows * kWidth * sizeof(int64_t), cudaHostAllocMapped));
+  CUDA(cudaHostGetDevicePointer(&slots, host, 0));
+  std::memset(host, 0, kRows * kWidth * sizeof(int64_t));
+  const Device<int64_t> counters(std::vector<int64_t>{0, 0, 0});
+  PublishParams p{};
+  p.slots = slots, p.rows = kRows, p.width = kWidth, p.counters = counters.data, p.origin = 1;
+  p.first = p.last = true, p.count = kColumns;
+  for (int i = 0; i < kColumns; ++i)
+    p.items[i] = {counters.data, 0.0, ScalarKind::i64, i, true};  // tickets before this
+  int64_t torn = 0, whole = 0;
+  const auto read = [&](int64_t r) {
+    const int64_t* row = host + r * kWidth;
+    const int64_t end = __atomic_load_n(row + kSlotEnd, __ATOMIC_ACQUIRE);
+    int64_t copy[kColumns];
+    for (int64_t i = 0; i < kColumns; ++i) copy[i] = __atomic_load_n(row + kSlotColumns + i, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (end == 0 || __atomic_load_n(row + kSlotBegin, __ATOMIC_RELAXED) != end) return void(++torn);
+    ++whole;
+    for (int64_t i = 0; i < kColumns; ++i)
+      CHECK(copy[i] == end - 1, "publish: ticket %ld column %ld holds %ld", long(end), long(i), long(copy[i]));
+  };
+  for (int64_t t = 0; t < kTickets; ++t) {
+    CUDA(launch_publish(p, nullptr));
+    for (int repeat = 0; repeat < 4; ++repeat) read(t % kRows), read((t + 1) % kRows);
+  }
+  CUDA(cudaDeviceSynchronize());
+  for (int64_t r = 0; r < kRows; ++r) read(r);
+  const std::vector<int64_t> after = counters.host();
+  CHECK(after[0] == kTickets && after[1] == 0 && after[2] == kTickets, "publish: counters %ld %ld %ld", long(after[0]),
+        long(after[1]), long(after[2]));
+  CHECK(whole >= kRows, "publish: %ld whole rows, %ld torn", long(whole), long(torn));
+  CUDA(cudaFreeHost(host));
+}
+
 }  // namespace
 
 int main() {
@@ -251,6 +342,8 @@ int main() {
     }
   check_moves();
   check_scale();
+  check_select();
+  check_publish();
   std::printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
   return std::min(failures, 76);
 }

@@ -93,8 +93,7 @@ struct PhiloxKeys {
   using Key = uint32_t;
   uint64_t seed;
   int64_t row_id;
-  __device__ PhiloxKeys(const SelectParams& p, int64_t row)
-      : seed(p.seed), row_id(p.row_ids ? p.row_ids[row] : row) {}
+  __device__ PhiloxKeys(const SelectParams& p, int64_t row) : seed(p.seed), row_id(p.row_ids ? p.row_ids[row] : row) {}
   __device__ __forceinline__ void load(int64_t base, unsigned flags, Key (&out)[kEach]) const {
     if (!flags) return;
     const Philox4 words = philox_keys(seed, row_id, base / kEach);

@@ -26,8 +26,7 @@ std::tuple<Tensor, Tensor> mapped_slots(Tensor like, int64_t rows, int64_t width
   return {torch::stable::from_blob(host, sizes, strides, torch::stable::Device(DeviceType::CPU), ScalarType::Long),
           torch::stable::from_blob(
               device, sizes, strides,
-              torch::stable::Device(DeviceType::CUDA,
-                                    static_cast<torch::stable::DeviceIndex>(like.get_device_index())),
+              torch::stable::Device(DeviceType::CUDA, static_cast<torch::stable::DeviceIndex>(like.get_device_index())),
               ScalarType::Long)};
 }
 
