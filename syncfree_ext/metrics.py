@@ -172,7 +172,7 @@ class MetricBuffer:
             if value.numel() != 1:
                 raise ValueError(f"{_NAME}.add: {name} must have one element, got shape {tuple(value.shape)}")
             if value.is_cpu and self.device.type != "cpu":
-                return float(value)
+                return float(value.item())
             if value.device != self.device:
                 raise ValueError(f"{_NAME}.add: {name} must be on {self.device} or the CPU, got {value.device}")
             return value

@@ -294,10 +294,10 @@ class AsyncScalars:
                     if other is tag or other == tag:
                         del self._ready[index]
                         return values
-                entry = next((e for e in self._pending if e.tag is tag or e.tag == tag), None)
-            if entry is None:
-                raise KeyError(f"{_NAME}.get: expected a tag that is on its way or undelivered, got {tag!r}")
-            if not self._wait(entry, deadline):
+                if not any(entry.tag is tag or entry.tag == tag for entry in self._pending):
+                    raise KeyError(f"{_NAME}.get: expected a tag that is on its way or undelivered, got {tag!r}")
+                oldest = self._pending[0]  # values become readable in the order of the puts
+            if not self._wait(oldest, deadline):
                 raise TimeoutError(f"{_NAME}.get: the values of {tag!r} did not arrive within {timeout} s")
 
     def flush(self) -> list[Delivery]:

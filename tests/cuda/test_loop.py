@@ -181,9 +181,8 @@ def test_nothing_is_lost_behind_random_delays(rng: torch.Generator) -> None:
         got: list[Any] = []
         with AsyncScalars("cuda", {"n": torch.int64, "f": torch.float64}, depth=depth) as ring:
             for step in range(10_000):
-                other = streams[0]
-                if draw.random() < 0.01:
-                    other, _ = streams[1], streams[1].wait_stream(streams[0])
+                other = streams[draw.random() < 0.01]
+                other.wait_stream(streams[0])
                 with torch.cuda.stream(other):
                     if draw.random() < 0.05:
                         torch.cuda._sleep(draw.randrange(200_000))
