@@ -29,7 +29,7 @@ _ATTRIBUTE = "_apply"  # what .to(), .cpu(), .cuda(), .half(), ... of nn.Module 
 class PinHandle:
     """What `pin_buffers` returns: `remove()` ends the pin, as does leaving a `with` block. Idempotent."""
 
-    def __init__(self, pins: list[tuple[_Pins, str]]) -> None:
+    def __init__(self, pins: list[tuple[_Pins, str | None]]) -> None:
         self._pins = pins
 
     def remove(self) -> None:
@@ -94,7 +94,9 @@ def pin_buffers(
         buffer = owner._buffers[name]
         if buffer is not None and buffer.device.type == "meta":
             raise ValueError(f"{_NAME}: {name} must hold values, got a meta tensor; load it first")
-    return PinHandle([(_Pins.attach(owner).hold(name, device), name) for owner, name in owners])
+    held: list[tuple[_Pins, str | None]] = [(_Pins.attach(owner).hold(name, device), name) for owner, name in owners]
+    # The module itself looks for pins below it before it converts anything: nothing is half done when it refuses.
+    return PinHandle([*held, (_Pins.attach(module).watch(), None)])
 
 
 def _owners(module: nn.Module, names: str | Iterable[str] | Predicate) -> list[tuple[nn.Module, str]]:
@@ -119,12 +121,13 @@ def _owners(module: nn.Module, names: str | Iterable[str] | Predicate) -> list[t
 
 
 class _Pins:
-    """The pins of one submodule, called in place of its `_apply`."""
+    """The pins of one module, and how many look for pins below it; called in place of its `_apply`."""
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)
         self._wrapped: Callable[..., nn.Module] | None = owner.__dict__.get(_ATTRIBUTE)  # somebody else's
         self._held: dict[str, tuple[torch.device, int]] = {}
+        self._watchers = 0
         self._loading = owner.register_load_state_dict_post_hook(_AfterLoading(self))
 
     @staticmethod
@@ -148,12 +151,19 @@ class _Pins:
         self.bring_back()
         return self
 
-    def release(self, name: str) -> None:
-        device, holders = self._held.pop(name)
-        if holders > 1:
-            self._held[name] = (device, holders - 1)
+    def watch(self) -> _Pins:
+        self._watchers += 1
+        return self
+
+    def release(self, name: str | None) -> None:
+        if name is None:
+            self._watchers -= 1
+        else:
+            device, holders = self._held.pop(name)
+            if holders > 1:
+                self._held[name] = (device, holders - 1)
         owner = self._owner()
-        if not self._held and owner is not None and owner.__dict__.get(_ATTRIBUTE) is self:
+        if not self._held and not self._watchers and owner is not None and owner.__dict__.get(_ATTRIBUTE) is self:
             self._loading.remove()
             del owner.__dict__[_ATTRIBUTE]
             if self._wrapped is not None:
@@ -173,6 +183,11 @@ class _Pins:
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         owner = self._owner()
         assert owner is not None
+        recurse = kwargs.get("recurse", args[0] if args else True)
+        for module in owner.modules() if recurse else [owner]:
+            below = _Pins.of(module)
+            if below is not None:
+                below.refuse_meta(fn)
         self.bring_back()
         kept = {name: owner._buffers[name] for name in self._held if owner._buffers.get(name) is not None}
         converted: dict[str, Tensor] = {}
@@ -180,11 +195,6 @@ class _Pins:
             assert buffer is not None
             # What fn does to no elements at all tells the dtype, and transfers nothing.
             probe = fn(buffer.new_empty(0))
-            if probe.device.type == "meta":
-                raise RuntimeError(
-                    f"{_NAME}: {name} is pinned to {buffer.device} and would lose its values on the meta device; call "
-                    "remove() of the handle that pin_buffers returned, then move the module"
-                )
             converted[name] = buffer if probe.dtype == buffer.dtype else buffer.to(probe.dtype)
         try:
             for name in kept:
@@ -195,6 +205,17 @@ class _Pins:
         finally:
             owner._buffers.update(kept)
         return result
+
+    def refuse_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
+        owner = self._owner()
+        assert owner is not None
+        for name, (device, _) in self._held.items():
+            buffer = owner._buffers.get(name)
+            if buffer is not None and fn(buffer.new_empty(0)).device.type == "meta":
+                raise RuntimeError(
+                    f"{_NAME}: {name} is pinned to {device} and would lose its values on the meta device; call "
+                    "remove() of the handle that pin_buffers returned, then move the module"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., nn.Module]:
         """A copy of the module has its plain method: deepcopy has put the copy into memo before its attributes."""

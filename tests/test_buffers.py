@@ -192,6 +192,18 @@ def test_meta_is_refused_and_nothing_is_lost() -> None:
     assert vae.bn.to("meta").running_mean.device.type == "meta"
 
 
+def test_meta_is_refused_before_anything_is_lost() -> None:
+    vae = Vae()
+    with pin_buffers(vae, "inner.1.running_var", "cpu"):
+        with pytest.raises(RuntimeError, match="running_var is pinned to cpu"):
+            vae.to("meta")
+        with pytest.raises(RuntimeError, match="running_var is pinned to cpu"):
+            vae.inner[1].to("meta")
+        assert {t.device.type for t in (*vae.parameters(), *vae.buffers())} == {"cpu"}
+    vae.to("meta")
+    assert {t.device.type for t in (*vae.parameters(), *vae.buffers())} == {"meta"}
+
+
 def test_a_conversion_that_fails_loses_nothing() -> None:
     def fails(t: Tensor) -> Tensor:
         if t.numel():
