@@ -1,0 +1,22 @@
+"""`syncfree` and `python -m syncfree_ext.syncs`. The latter is `syncfree syncs`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script `syncfree`."""
+    try:
+        from .cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "click"):
+            raise
+        raise SystemExit(
+            f'syncfree: the command line needs {error.name}, which is not installed: pip install "syncfree_ext[syncs]"'
+        ) from error
+    app(sys.argv[1:] if arguments is None else arguments, prog_name="syncfree")
+
+
+if __name__ == "__main__":
+    main(["syncs", *sys.argv[1:]])

@@ -1,0 +1,223 @@
+"""From the timer's entries to a report: which calls waited, the rows they form, and what each row costs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .gpu import Gpu
+from .kinds import Counts, Kind
+from .model import NOISE, Queue, Step
+from .report import Report, Row, Slow, Timeline
+from .sites import Site, resolve, short_path
+from .timer import Call, Entry
+
+# A wait ends when the GPU has drained. A call that goes on for longer than this did something else as well.
+_RETURN = 60e-6
+_MOST_BUSY_INTERVALS = 500
+
+
+class Verdict(enum.Enum):
+    """What a call was."""
+
+    WAIT = "wait"
+    SLOW = "slow"
+    NOTHING = "nothing"
+
+
+@dataclass
+class Timed:
+    """An entry whose events are resolved to the host's clock."""
+
+    start: float
+    end: float
+    before: float
+    after: float
+    call: Call | None
+
+
+def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
+    """The entries in the order of the host, with times for events. An entry without one before takes the last one."""
+    entries = sorted(entries, key=lambda entry: entry.start)
+    events = [event for entry in entries for event in (entry.before, entry.after) if event is not None]
+    times = iter(gpu.resolve(events))
+    timed: list[Timed] = []
+    done = entries[0].start if entries else 0.0
+    for entry in entries:
+        before = next(times) if entry.before is not None else done
+        done = next(times)
+        timed.append(Timed(entry.start, entry.end, before, done, entry.call))
+    return timed
+
+
+def judge(timed: Timed, slow: float) -> Verdict:
+    """Whether a call waited for the GPU, was slow by itself, or neither."""
+    call = timed.call
+    if call is None:
+        return Verdict.NOTHING
+    duration = timed.end - timed.start
+    if call.counts is Counts.ALWAYS:
+        return Verdict.WAIT
+    if duration < slow:
+        return Verdict.NOTHING
+    if call.counts is Counts.IF_SLOW or call.allocated:
+        return Verdict.WAIT
+    waited = timed.before - timed.start
+    drained = waited >= NOISE and timed.before <= timed.end + NOISE
+    # The GPU may run dry by chance while an op is slow. A wait ends with that moment, or consists of it.
+    if drained and (timed.end - timed.before <= _RETURN or waited >= 0.6 * duration):
+        return Verdict.WAIT
+    return Verdict.SLOW
+
+
+def _name(site: Site | None) -> str | None:
+    return str(site) if site is not None else None
+
+
+def row_of(call: Call) -> Row:
+    """An empty row for a call's site."""
+    stack = call.stack
+    caller = resolve(call.caller.user or call.caller.library) if call.caller is not None else None
+    forward = resolve(call.forward)
+    user = resolve(stack.user)
+    library = resolve(stack.library)
+    # A hook or a Function's backward has lines of its own; other nodes are placed where they were made.
+    site = user or forward or library or caller or resolve(stack.torch)
+    via = library if site is not library else None
+    kind = Kind.ALLOCATOR if call.allocated else call.kind
+    row = Row("<unknown>", 0, "", "", str(kind), call.op, call.detail, node=call.node)
+    if site is not None:
+        row.file, row.line, row.function = short_path(site.file), site.line, site.function
+        row.source, row.excerpt = site.source, site.excerpt()
+    row.via = _name(via)
+    row.inner = _name(resolve(stack.torch))
+    row.backward = _name(caller)
+    return row
+
+
+def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank: int = 0) -> Report:
+    """The report of measured steps.
+
+    Args:
+        timed: resolved entries, in order.
+        boundaries: on the host's clock, the start of each step and the end of the last.
+        slow: seconds from which an op without a reason to wait is of interest.
+        rank: of this process.
+
+    Raises:
+        ValueError: fewer than two boundaries.
+    """
+    if len(boundaries) < 2:
+        raise ValueError(f"build: boundaries must hold at least one step, got {len(boundaries)} times")
+    count = len(boundaries) - 1
+    rows: dict[tuple[object, ...], int] = {}
+    report = Report(steps=count, step_ms=(boundaries[-1] - boundaries[0]) * 1e3 / count)
+    slow_ops: dict[tuple[str, str], Slow] = {}
+    steps: list[Step] = []
+    for entry in timed:
+        verdict = judge(entry, slow)
+        if verdict is not Verdict.WAIT or entry.call is None:
+            steps.append(Step(entry.start, entry.end, entry.before, entry.after))
+            if verdict is Verdict.SLOW and entry.call is not None:
+                _add_slow(slow_ops, entry.call, entry.end - entry.start, count)
+            continue
+        row = row_of(entry.call)
+        index = rows.setdefault(row.key, len(rows))
+        if index == len(report.rows):
+            row.ranks = [rank]
+            report.rows.append(row)
+        row = report.rows[index]
+        step = Step(
+            entry.start,
+            entry.end,
+            entry.before,
+            entry.after,
+            index,
+            drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
+            keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
+        )
+        steps.append(step)
+        row.calls += 1 / count
+        row.blocked_ms += step.duration * 1e3 / count
+        row.waited_ms += step.waited * 1e3 / count
+        row.max_ms = max(row.max_ms, step.duration * 1e3)
+    report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
+    _add_costs(report, steps, boundaries[-1], count)
+    busy = _busy(steps)
+    report.busy_ms = sum(end - start for start, end in busy) * 1e3 / count
+    report.timelines = _timelines(steps, busy, boundaries)
+    report.rank_rows()
+    return report
+
+
+def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float, count: int) -> None:
+    stack = call.stack
+    where = _name(resolve(stack.user) or resolve(call.forward) or resolve(stack.library)) or "<unknown>"
+    entry = slow_ops.setdefault((where, call.op), Slow(where, call.op, 0.0, 0.0))
+    entry.calls += 1 / count
+    entry.ms += duration * 1e3 / count
+
+
+def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int) -> None:
+    queue = Queue(steps, end)
+    scale = 1e3 / count
+    everything = queue.replay(removed=())
+    free = queue.replay(removed=None)
+    report.replay_ms, report.free_ms = everything * scale, free * scale
+    for index, row in enumerate(report.rows):
+        row.idle_ms = max(0.0, queue.replay(only=(index,)) - free) * scale
+        row.saves_ms = max(0.0, everything - queue.replay(removed=(index,))) * scale
+
+
+def _busy(steps: Sequence[Step]) -> list[tuple[float, float]]:
+    """When the GPU worked, on the host's clock; gaps too short to see are closed."""
+    intervals: list[tuple[float, float]] = []
+    for step in steps:
+        start, end = max(step.before, step.start), step.after
+        if step.row is not None:
+            # The backlog before the wait was counted by the ops that launched it; its own work ends within it.
+            end = min(end, step.end)
+        if end <= start:
+            continue
+        if intervals and start - intervals[-1][1] <= NOISE:
+            intervals[-1] = (intervals[-1][0], max(end, intervals[-1][1]))
+        else:
+            intervals.append((start, end))
+    return intervals
+
+
+def _timelines(
+    steps: Sequence[Step], busy: Sequence[tuple[float, float]], boundaries: Sequence[float]
+) -> list[Timeline]:
+    timelines = []
+    for first, last in pairwise(boundaries):
+
+        def place(time: float, first: float = first, last: float = last) -> float:
+            return round((min(max(time, first), last) - first) * 1e3, 4)
+
+        waits = [
+            (place(step.start), place(step.end), step.row)
+            for step in steps
+            if step.row is not None and first <= step.start < last
+        ]
+        work = [(place(start), place(end)) for start, end in busy if end > first and start < last]
+        timelines.append(Timeline(round((last - first) * 1e3, 4), waits, _thinned(work)))
+    return timelines
+
+
+def _thinned(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most a few hundred intervals: the shortest gaps are closed first."""
+    surplus = len(intervals) - _MOST_BUSY_INTERVALS
+    if surplus <= 0:
+        return intervals
+    gaps = sorted(b[0] - a[1] for a, b in pairwise(intervals))
+    limit = gaps[surplus - 1]
+    merged = [intervals[0]]
+    for start, end in intervals[1:]:
+        if start - merged[-1][1] <= limit:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,108 @@
+"""What the timer needs of a GPU: events whose completion is known on the host's clock.
+
+An event is recorded into the current stream and completes when all work before it has. Where it completed is read
+later, when the measured steps are over, so that recording is all that happens in a step. Two calibrations, one before
+and one after the measured steps, tie the GPU's clock to the host's: each takes the fastest of several empty
+record-and-poll rounds, which is right to a few microseconds, and the line between them takes out the drift.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Gpu(Protocol):
+    """A device as the timer sees it. Times are in seconds on one clock."""
+
+    type: str
+
+    def now(self) -> float:
+        """The host's clock."""
+
+    def record(self) -> Any:
+        """An event in the current stream."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph, where events must not be recorded."""
+
+    def calibrate(self) -> None:
+        """Waits for the GPU and ties its clock to the host's."""
+
+    def resolve(self, events: Sequence[Any]) -> list[float]:
+        """When each event completed. All must have."""
+
+    def allocations(self) -> int:
+        """A number that grows whenever the allocator goes to the driver."""
+
+    def backlog(self, seconds: float) -> None:
+        """Queues work that keeps the GPU busy for about that long."""
+
+
+class CudaGpu:
+    """The current CUDA device of this process."""
+
+    type = "cuda"
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter
+        self.capturing = torch.cuda.is_current_stream_capturing
+        self._anchors: list[tuple[float, torch.cuda.Event]] = []
+        self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
+
+    def record(self) -> torch.cuda.Event:
+        """An event with a time stamp, in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def calibrate(self) -> None:
+        """Waits for the GPU and ties its clock to the host's."""
+        torch.cuda.synchronize()
+        best = (math.inf, 0.0, self.record())
+        for _ in range(16):
+            start = self.now()
+            event = self.record()
+            while not event.query():
+                pass
+            end = self.now()
+            if end - start < best[0]:
+                best = (end - start, (start + end) / 2, event)
+        self._anchors.append(best[1:])
+
+    def resolve(self, events: Sequence[torch.cuda.Event]) -> list[float]:
+        """When each event completed, between the first and the last calibration."""
+        (host, anchor), (last_host, last) = self._anchors[0], self._anchors[-1]
+        span = anchor.elapsed_time(last) * 1e-3 if last is not anchor else 0.0
+        rate = (last_host - host) / span if span > 0 else 1.0
+        return [host + anchor.elapsed_time(event) * 1e-3 * rate for event in events]
+
+    def allocations(self) -> int:
+        """Calls of cudaMalloc and cudaFree, and retries after a failed one."""
+        stats = torch.cuda.memory_stats()
+        return sum(stats.get(name, 0) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries"))
+
+    def backlog(self, seconds: float) -> None:
+        """Queues matrix products; the first call measures how long one takes."""
+        if self._load is None:
+            a = torch.zeros(2048, 2048, device="cuda")
+            out = torch.empty_like(a)
+            torch.mm(a, a, out=out)
+            start, end = self.record(), None
+            for _ in range(10):
+                torch.mm(a, a, out=out)
+            end = self.record()
+            torch.cuda.synchronize()
+            self._load = a, out, max(start.elapsed_time(end) * 1e-4, 1e-6)
+        a, out, each = self._load
+        for _ in range(math.ceil(seconds / each)):
+            torch.mm(a, a, out=out)
+
+
+def current_gpu() -> Gpu | None:
+    """The CUDA device, None where there is none."""
+    return CudaGpu() if torch.cuda.is_available() else None

@@ -1,0 +1,94 @@
+"""Every use of a part of torch that is not documented as public, each with what happens where it is missing.
+
+| used | for | without it |
+|---|---|---|
+| `torch.utils._python_dispatch.TorchDispatchMode` (torch's notes describe it) | the timer | no timer |
+| `torch._C._current_autograd_node` | the node that runs in backward | no node, no forward line |
+| `torch.autograd._get_sequence_nr`, `Node._sequence_nr` | the forward line of a node | no forward line |
+| `torch._C._set_only_lift_cpu_tensors` | the copy in torch.tensor(data, device="cuda") | its line, not its time |
+| the text of the sync-debug warning | the detector | it finds nothing |
+
+tests/test_syncs_internals.py checks each of them against the torch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+__all__ = [
+    "SYNC_WARNING",
+    "DispatchMode",
+    "current_node",
+    "node_name",
+    "node_sequence",
+    "sequence_number",
+    "top_mode",
+    "visible_constructors",
+]
+
+# What c10 says before it waits, in mode "warn"; torch appends where in its C++ sources that was.
+SYNC_WARNING = "called a synchronizing CUDA operation"
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that leaves torch.compile on and lets higher-order ops pass."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; the ops that it calls at run time are still seen."""
+        return True
+
+
+def top_mode() -> Any:
+    """The dispatch mode that the next op of this thread meets first."""
+    return _get_current_dispatch_mode()
+
+
+def _no_node() -> None:
+    return None
+
+
+def _no_sequence() -> int:
+    return 0
+
+
+# The autograd node that runs in this thread, or None outside of backward.
+current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)
+
+# The sequence number that this thread's next autograd node gets.
+sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _no_sequence)
+
+
+def node_name(node: Any) -> str:
+    """Such as "MmBackward0"; the class's name for a torch.autograd.Function."""
+    name = str(node.name()) if hasattr(node, "name") else type(node).__name__
+    return name.rpartition("::")[2]
+
+
+def node_sequence(node: Any) -> int | None:
+    """When the node was made, in numbers of its thread."""
+    read = getattr(node, "_sequence_nr", None)
+    return int(read()) if read is not None else None
+
+
+@contextmanager
+def visible_constructors() -> Iterator[None]:
+    """Inside, torch.tensor(data, device="cuda") makes a CPU tensor first and copies it in an op that a mode sees."""
+    read = getattr(torch._C, "_only_lift_cpu_tensors", None)
+    write = getattr(torch._C, "_set_only_lift_cpu_tensors", None)
+    if read is None or write is None:
+        yield
+        return
+    before = read()
+    write(True)
+    try:
+        yield
+    finally:
+        write(before)

@@ -1,0 +1,218 @@
+"""find_syncs: warm-up, measured steps, and further steps under the profiler, then the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from . import explicit, internals
+from .collect import build, resolve_events
+from .detector import detecting
+from .gpu import Gpu, current_gpu
+from .report import Report
+from .sites import Frames
+from .steps import boundaries
+from .timer import SLOW, Timer
+from .truth import Profiler, summarise
+
+
+class find_syncs:  # noqa: N801 (used like a function)
+    """Finds where the host waits for the GPU, ranks the lines by what they cost, and says what to do.
+
+    ::
+
+        with find_syncs(warmup=3, steps=5) as report:
+            train()
+        print(report.table())
+
+    A step ends with optimizer.step, or where the script calls `syncfree_ext.syncs.step()`. The report is filled when
+    the last measured step ends, or with what there is when the block ends. What is measured costs a few microseconds
+    an op; the finder itself waits for the GPU once before the measured steps, during warm-up, and once after them.
+    Only this thread and the backward calls that it makes are seen. CUDA device: the current one.
+
+    Args:
+        warmup: steps that are not measured; 0 measures from the start of the block.
+        steps: steps that are measured, at least 1.
+        probe_ms: queue work for so many milliseconds before each step, so that every wait shows even if the GPU would
+            be idle; costs are then those of the backlog, and only calls and kinds are to be trusted.
+        profile: steps to run under torch.profiler after the measured ones, as a check; 0 for none.
+        user: folders or files whose lines count as yours although they lie in site-packages.
+        slow_us: microseconds from which an op without a reason to wait is looked at.
+        done: called once the report is filled.
+        gpu: the device; None for the current CUDA device. Tests pass one of their own.
+
+    Raises:
+        ValueError: warmup or profile is negative, steps is less than 1.
+    """
+
+    def __init__(
+        self,
+        warmup: int = 3,
+        steps: int = 5,
+        *,
+        probe_ms: float = 0.0,
+        profile: int = 0,
+        user: Sequence[str] = (),
+        slow_us: float = SLOW * 1e6,
+        done: Callable[[Report], None] | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        for name, value, least in (("warmup", warmup, 0), ("steps", steps, 1), ("profile", profile, 0)):
+            if value < least:
+                raise ValueError(f"find_syncs: {name} must be at least {least}, got {value}")
+        if probe_ms < 0 or slow_us <= 0:
+            raise ValueError(
+                f"find_syncs: probe_ms must not be negative and slow_us must be positive, got {probe_ms} and {slow_us}"
+            )
+        self.report = Report()
+        self._warmup, self._steps, self._profile = warmup, steps, profile
+        self._probe = probe_ms * 1e-3
+        self._slow = slow_us * 1e-6
+        self._done = done
+        self._gpu = gpu
+        self._frames = Frames(user)
+        self._profiler = Profiler()
+        self._timer: Timer
+        self._hooks = ExitStack()  # as long as steps are counted
+        self._measuring = ExitStack()  # as long as the timer runs
+        self._mode_is_on = False
+        self._steps_seen = 0
+        self._ends: list[float] = []
+        self._state = "new"
+
+    def __enter__(self) -> Report:
+        self._gpu = self._gpu if self._gpu is not None else current_gpu()
+        self._timer = Timer(self._gpu, self._frames, self._slow)
+        self.report.torch = torch.__version__
+        self.report.probe_ms = self._probe * 1e3
+        if self._gpu is None:
+            self.report.notes.append("There is no CUDA device: the host has nothing to wait for.")
+        else:
+            self.report.device = torch.cuda.get_device_name() if self._gpu.type == "cuda" else self._gpu.type
+        self._state = "warmup"
+        self._hooks.enter_context(boundaries(self._step_ended))
+        if self._gpu is not None:
+            # In place from the start, passing ops on, so that warm-up pays for what is paid once.
+            self._timer.__enter__()
+            self._mode_is_on = True
+            self._measuring.enter_context(internals.visible_constructors())
+            if self._warmup <= 1:
+                self._calibrate()
+        if self._warmup == 0:
+            self._start()
+        return self.report
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state == "measuring":
+            seen = len(self._ends) - 1
+            if seen == 0 and self._steps_seen == 0:
+                # A block without steps, measured from its start, is one step.
+                self._ends.append(self._now())
+                seen = 1
+            if seen < self._steps:
+                self.report.notes.append(f"The block ended after {seen} of {self._steps} measured steps.")
+            if seen:
+                self._finish_timer()
+            else:
+                self._timer.stop()
+        elif self._state == "profiling":
+            self._finish_profile()
+        elif self._state == "warmup":
+            self.report.notes.append(
+                f"Nothing was measured: the block ended in step {self._steps_seen + 1} of {self._warmup} for warm-up. "
+                "A step ends with optimizer.step or syncs.step(); warmup=0 measures from the start."
+            )
+        self._end(call_done=False)
+        self._hooks.close()
+        self._leave_mode()
+
+    def _now(self) -> float:
+        return self._gpu.now() if self._gpu is not None else time.perf_counter()
+
+    def _calibrate(self) -> None:
+        if self._gpu is not None:
+            with self._timer.untimed():
+                self._gpu.calibrate()
+
+    def _leave_mode(self) -> None:
+        # A mode that the script has entered since lies on top: then ours stays below it, passing ops on, until a step
+        # or the block ends without it.
+        if self._mode_is_on and internals.top_mode() is self._timer:
+            self._mode_is_on = False
+            self._timer.__exit__(None, None, None)
+
+    def _start(self) -> None:
+        self._state = "measuring"
+        self._measuring.enter_context(explicit.listening(self._timer.explicit))
+        self._measuring.enter_context(detecting(self._frames, self._timer.warned))
+        self._queue_backlog()
+        self._ends = [self._now()]
+        self._timer.start()
+
+    def _queue_backlog(self) -> None:
+        if self._probe and self._gpu is not None:
+            with self._timer.untimed():
+                self._gpu.backlog(self._probe)
+
+    def _step_ended(self) -> None:
+        self._steps_seen += 1
+        if self._state in ("profiling", "ended"):
+            self._leave_mode()
+        if self._state == "warmup":
+            if self._steps_seen == self._warmup - 1:
+                self._calibrate()
+                self._queue_backlog()  # the first one measures how much work that is
+            if self._steps_seen >= self._warmup:
+                self._start()
+        elif self._state == "measuring":
+            self._ends.append(self._now())
+            self._timer.new_step()
+            if len(self._ends) > self._steps:
+                self._finish_timer()
+                if self._profile:
+                    self._state = "profiling"
+                    self._profiler.start()
+                else:
+                    self._end()
+            else:
+                self._queue_backlog()
+        elif self._state == "profiling" and self._steps_seen >= self._warmup + self._steps + self._profile:
+            self._finish_profile()
+            self._end()
+
+    def _finish_timer(self) -> None:
+        self._timer.stop()
+        self._measuring.close()
+        self._leave_mode()
+        if self._gpu is None:
+            count = len(self._ends) - 1
+            found = Report(steps=count, step_ms=(self._ends[-1] - self._ends[0]) * 1e3 / count)
+        else:
+            self._calibrate()
+            timed = resolve_events(self._timer.entries, self._gpu)
+            found = build(timed, self._ends, self._slow, int(os.environ.get("RANK", "0")))
+        self._timer.entries = []
+        for name in ("rows", "slow", "steps", "step_ms", "replay_ms", "free_ms", "busy_ms", "timelines"):
+            setattr(self.report, name, getattr(found, name))
+
+    def _finish_profile(self) -> None:
+        steps = max(1, self._steps_seen - self._warmup - self._steps)
+        self.report.truth = summarise(self._profiler.stop(), steps, self.report)
+
+    def _end(self, call_done: bool = True) -> None:
+        if self._state == "ended":
+            return
+        self._state = "ended"
+        self._measuring.close()
+        self._leave_mode()
+        if not self._mode_is_on:
+            self._hooks.close()
+        if call_done and self._done is not None:
+            self._done(self.report)

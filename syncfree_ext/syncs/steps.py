@@ -1,0 +1,54 @@
+"""Where a step ends: after optimizer.step, or where the script says so.
+
+torch calls a global hook after each optimizer's step (register_optimizer_step_post_hook, public), so a script need not
+be changed. Of several optimizers the first one that steps is the clock. A script that calls `step()` is the clock
+itself from its first call on, and the hooks no longer count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_listeners: list[_Boundaries] = []
+
+
+def step() -> None:
+    """Marks the end of a step, for loops without an optimizer. Outside of `find_syncs` it does nothing."""
+    for listener in tuple(_listeners):
+        listener.marked()
+
+
+class _Boundaries:
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._optimizer: int | None = None
+        self._has_marks = False
+
+    def marked(self) -> None:
+        self._has_marks = True
+        self._ended()
+
+    def stepped(self, optimizer: Any, *_: object) -> None:
+        if self._has_marks:
+            return
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if id(optimizer) == self._optimizer:
+            self._ended()
+
+
+@contextmanager
+def boundaries(ended: Callable[[], None]) -> Iterator[None]:
+    """Inside, `ended()` is called at the end of each step."""
+    listener = _Boundaries(ended)
+    handle = register_optimizer_step_post_hook(listener.stepped)
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        handle.remove()

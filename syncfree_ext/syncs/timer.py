@@ -1,0 +1,227 @@
+"""The timer: how long each op and each explicit wait kept the host, and when the GPU reached each of them.
+
+A dispatch mode sees every op of the thread and of the autograd workers that it starts. Around each it reads the host's
+clock, and after each it records an event; ops that wait by their nature (kinds.py) get an event before as well, which
+also covers work that no op launched (a graph replay, a Triton kernel). Nothing is asked of the GPU in a step. Later,
+with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
+
+- the GPU still had work when the op began and had done all of it when the op returned: the host **waited**;
+- it had none, or still has some: the op was **slow** by itself (a first call, an allocation, a full launch queue).
+
+In backward the worker's Python stack is empty. The autograd node that runs is known, and with it the sequence number
+that it got when it was made, in forward; the timer notes the line of each new number, which leads to the forward line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import internals
+from .gpu import Gpu
+from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, on_device, rule_of
+from .sites import Frames, Mark, Stack
+
+SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no interest
+
+_UNSEEN: Any = object()
+
+
+@dataclass
+class Call:
+    """What is known of one op or explicit wait that may be a host wait."""
+
+    op: str
+    kind: Kind
+    detail: str
+    counts: Counts
+    stack: Stack
+    node: str | None = None  # the autograd node, in backward
+    forward: Mark | None = None  # where that node was made
+    caller: Stack | None = None  # where backward was called
+    allocated: bool = False
+
+
+@dataclass
+class Entry:
+    """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU."""
+
+    start: float
+    end: float
+    before: Any
+    after: Any
+    call: Call | None
+
+
+@dataclass
+class _Thread:
+    """What the timer remembers of one thread."""
+
+    sequence: int = 0
+    lines: dict[int, tuple[str, Mark | None]] = field(default_factory=dict)
+    depth: int = 0  # of explicit waits: the ops inside belong to them
+    warned: bool = False  # torch's sync-debug mode spoke up since the op began
+
+
+def _bare(name: str) -> str:
+    """An op's or node's name without decoration: "aten._to_copy" and "ToCopyBackward0" are both "tocopy"."""
+    name = name.rpartition("::")[2].partition(".")[0].lower()
+    head = name.partition("backward")[0]
+    return head.replace("_", "")
+
+
+class Timer(internals.DispatchMode):
+    """Records entries while `active`; otherwise it only passes ops on.
+
+    Args:
+        gpu: the device; None records nothing.
+        frames: the stack walker.
+        slow: seconds from which an op is of interest whatever its name.
+    """
+
+    def __init__(self, gpu: Gpu | None, frames: Frames, slow: float = SLOW) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.frames = frames
+        self.slow = slow
+        self.active = False
+        self.entries: list[Entry] = []
+        self._owner = threading.get_ident()
+        self._threads: dict[int, _Thread] = {}
+        self._rules: dict[Any, Rule | None] = {}
+        self._allocations = 0
+
+    def start(self) -> None:
+        """Begins to record."""
+        if self.gpu is not None:
+            self._allocations = self.gpu.allocations()
+            self.active = True
+
+    def stop(self) -> None:
+        """Ends recording."""
+        self.active = False
+
+    def new_step(self) -> None:
+        """Forgets forward lines: the graphs of the last step are gone."""
+        for thread in self._threads.values():
+            thread.lines.clear()
+
+    def _thread(self) -> _Thread:
+        ident = threading.get_ident()
+        thread = self._threads.get(ident)
+        if thread is None:
+            thread = self._threads[ident] = _Thread(internals.sequence_number())
+        return thread
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        gpu = self.gpu
+        if not self.active or gpu is None or gpu.capturing():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        thread = self._thread()
+        if thread.depth:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        rule = self._rules.get(func, _UNSEEN)
+        if rule is _UNSEEN:
+            rule = self._rules[func] = rule_of(func)
+        hint = before = None
+        if rule is not None:
+            hint = rule(args, kwargs or {}, gpu.type)
+            if hint is not None:
+                before = gpu.record()
+        thread.warned = False
+        start = gpu.now()
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        end = gpu.now()
+        after = gpu.record()
+        sequence = internals.sequence_number()
+        if sequence != thread.sequence:
+            self._note_forward(thread, sequence, func)
+        call = None
+        if hint is not None or thread.warned or end - start >= self.slow:
+            call = self._describe(func, args, hint, thread)
+        self.entries.append(Entry(start, end, before, after, call))
+        return out
+
+    def _note_forward(self, thread: _Thread, sequence: int, func: Any) -> None:
+        line = (str(func), self.frames.innermost(sys._getframe(2)))
+        for number in range(max(thread.sequence, sequence - 16), sequence):
+            thread.lines[number] = line
+        thread.sequence = sequence
+
+    def _describe(self, func: Any, args: Sequence[Any], hint: Hint | None, thread: _Thread) -> Call:
+        name = str(func)
+        stack = self.frames.capture(sys._getframe(2))
+        if hint is None:
+            counts = Counts.ALWAYS if thread.warned else Counts.IF_WAITED
+            hint = Hint(kind_of_unknown(name, stack.distributed), "", counts)
+        kind = Kind.COLLECTIVE if stack.distributed and hint.kind in (Kind.SCALAR, Kind.COPY) else hint.kind
+        call = Call(name, kind, hint.detail, hint.counts, stack)
+        self._place_in_backward(call, thread)
+        if hint.kind is Kind.INSIDE and self.gpu is not None:
+            now = self.gpu.allocations()
+            call.allocated = now != self._allocations and on_device(args, self.gpu.type)
+            self._allocations = now
+        return call
+
+    def _place_in_backward(self, call: Call, thread: _Thread) -> None:
+        node = internals.current_node()
+        if node is None:
+            return
+        call.node = internals.node_name(node)
+        number = internals.node_sequence(node)
+        for lines in (thread.lines, self._owner_lines()):
+            op, line = lines.get(-1 if number is None else number, ("", None))
+            # Another thread's nodes can have the same number: only a line whose op fits the node is believed. The node
+            # of a torch.autograd.Function fits no op, and has its own frames in backward.
+            if line is not None and _bare(op) == _bare(call.node):
+                call.forward = line
+                break
+        call.caller = self.frames.capture(sys._current_frames().get(self._owner), into_backward=True)
+
+    def _owner_lines(self) -> Mapping[int, tuple[str, Mark | None]]:
+        owner = self._threads.get(self._owner)
+        return owner.lines if owner is not None else {}
+
+    def warned(self, stack: Stack) -> None:
+        """Takes a warning of torch's sync-debug mode: the op that is running waits, whatever its name."""
+        if self.active:
+            self._thread().warned = True
+
+    @contextmanager
+    def explicit(self, name: str, hint: Hint) -> Iterator[None]:
+        """Around a call that waits without being an op (explicit.py)."""
+        gpu = self.gpu
+        if not self.active or gpu is None or gpu.capturing():
+            yield
+            return
+        thread = self._thread()
+        if thread.depth:
+            yield
+            return
+        before = gpu.record()
+        thread.depth += 1
+        start = gpu.now()
+        try:
+            yield
+        finally:
+            end = gpu.now()
+            thread.depth -= 1
+            call = Call(name, hint.kind, hint.detail, hint.counts, self.frames.capture(sys._getframe(1)))
+            self._place_in_backward(call, thread)
+            self.entries.append(Entry(start, end, before, gpu.record(), call))
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Inside, this thread's ops are not recorded: they are the finder's own."""
+        thread = self._thread()
+        thread.depth += 1
+        try:
+            yield
+        finally:
+            thread.depth -= 1
