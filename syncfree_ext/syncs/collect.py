@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
@@ -36,6 +38,17 @@ class Timed:
     before: float
     after: float
     call: Call | None
+    like: tuple[Any, int] | None = None
+
+    @property
+    def upper(self) -> float:
+        """The GPU's time for this, or more: the event after an op completes no earlier than it is recorded."""
+        return max(0.0, self.after - max(self.before, self.start))
+
+    @property
+    def starved(self) -> bool:
+        """Whether the GPU was done before the host was, so that `upper` is only that."""
+        return self.after <= self.end + NOISE
 
 
 def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
@@ -48,8 +61,27 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
     for entry in entries:
         before = next(times) if entry.before is not None else done
         done = next(times)
-        timed.append(Timed(entry.start, entry.end, before, done, entry.call))
+        timed.append(Timed(entry.start, entry.end, before, done, entry.call, entry.like))
     return timed
+
+
+def work_of(timed: Sequence[Timed]) -> list[float]:
+    """The GPU's time for each entry.
+
+    It is measured where the GPU lagged behind the host. Where it was starved, it is taken from calls alike that were
+    measured; if there are none, half of the upper bound is as good as any guess.
+    """
+    known: dict[tuple[Any, int], list[float]] = {}
+    for entry in timed:
+        if entry.like is not None and not entry.starved:
+            known.setdefault(entry.like, []).append(entry.upper)
+    usual = {like: statistics.median(times) for like, times in known.items()}
+    return [
+        min(entry.upper, usual.get(entry.like, entry.upper / 2) if entry.like is not None else entry.upper)
+        if entry.starved
+        else entry.upper
+        for entry in timed
+    ]
 
 
 def judge(timed: Timed, slow: float) -> Verdict:
@@ -116,10 +148,10 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
     report = Report(steps=count, step_ms=(boundaries[-1] - boundaries[0]) * 1e3 / count)
     slow_ops: dict[tuple[str, str], Slow] = {}
     steps: list[Step] = []
-    for entry in timed:
+    for entry, work in zip(timed, work_of(timed), strict=True):
         verdict = judge(entry, slow)
         if verdict is not Verdict.WAIT or entry.call is None:
-            steps.append(Step(entry.start, entry.end, entry.before, entry.after))
+            steps.append(Step(entry.start, entry.end, entry.before, work))
             if verdict is Verdict.SLOW and entry.call is not None:
                 _add_slow(slow_ops, entry.call, entry.end - entry.start, count)
             continue
@@ -133,7 +165,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             entry.start,
             entry.end,
             entry.before,
-            entry.after,
+            min(entry.upper, max(0.0, entry.end - max(entry.before, entry.start))),
             index,
             drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
@@ -176,9 +208,6 @@ def _busy(steps: Sequence[Step]) -> list[tuple[float, float]]:
     intervals: list[tuple[float, float]] = []
     for step in steps:
         start, end = max(step.before, step.start), step.after
-        if step.row is not None:
-            # The backlog before the wait was counted by the ops that launched it; its own work ends within it.
-            end = min(end, step.end)
         if end <= start:
             continue
         if intervals and start - intervals[-1][1] <= NOISE:

@@ -41,7 +41,7 @@ class Step:
     start: float
     end: float
     before: float  # the GPU had done everything queued before this
-    after: float  # and this itself
+    work: float  # the GPU's time for this
     row: int | None = None
     drains: bool = True
     keeps_work: bool = False
@@ -57,9 +57,9 @@ class Step:
         return min(max(0.0, self.before - self.start), self.duration)
 
     @property
-    def work(self) -> float:
-        """The GPU's time for this op; if the GPU was starved it is an upper bound, at most the op's host time more."""
-        return max(0.0, self.after - max(self.before, self.start))
+    def after(self) -> float:
+        """The GPU had done this, too."""
+        return max(self.before, self.start) + self.work
 
 
 @dataclass

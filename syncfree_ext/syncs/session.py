@@ -79,7 +79,8 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._profiler = Profiler()
         self._timer: Timer
         self._hooks = ExitStack()  # as long as steps are counted
-        self._measuring = ExitStack()  # as long as the timer runs
+        self._measuring = ExitStack()  # as long as the timer is needed
+        self._listening = ExitStack()  # as long as it runs
         self._mode_is_on = False
         self._steps_seen = 0
         self._ends: list[float] = []
@@ -95,7 +96,7 @@ class find_syncs:  # noqa: N801 (used like a function)
         else:
             self.report.device = torch.cuda.get_device_name() if self._gpu.type == "cuda" else self._gpu.type
         self._state = "warmup"
-        self._hooks.enter_context(boundaries(self._step_ended))
+        self._hooks.enter_context(boundaries(self._step_ended, self._restart))
         if self._gpu is not None:
             # In place from the start, passing ops on, so that warm-up pays for what is paid once.
             self._timer.__enter__()
@@ -150,11 +151,21 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _start(self) -> None:
         self._state = "measuring"
-        self._measuring.enter_context(explicit.listening(self._timer.explicit))
-        self._measuring.enter_context(detecting(self._frames, self._timer.warned))
+        self._listening.enter_context(explicit.listening(self._timer.explicit))
+        self._listening.enter_context(detecting(self._frames, self._timer.warned))
         self._queue_backlog()
         self._ends = [self._now()]
         self._timer.start()
+
+    def _restart(self) -> None:
+        """The script marks its steps itself: what the optimizer's steps counted until now does not count."""
+        self._steps_seen = 0
+        if self._state == "measuring" and self._warmup:
+            self._timer.stop()
+            self._timer.entries.clear()
+            self._listening.close()
+            self._state = "warmup"
+        self._ends = self._ends[:1]
 
     def _queue_backlog(self) -> None:
         if self._probe and self._gpu is not None:
@@ -189,6 +200,7 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _finish_timer(self) -> None:
         self._timer.stop()
+        self._listening.close()
         self._measuring.close()
         self._leave_mode()
         if self._gpu is None:
@@ -210,6 +222,7 @@ class find_syncs:  # noqa: N801 (used like a function)
         if self._state == "ended":
             return
         self._state = "ended"
+        self._listening.close()
         self._measuring.close()
         self._leave_mode()
         if not self._mode_is_on:

@@ -23,13 +23,16 @@ def step() -> None:
 
 
 class _Boundaries:
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self, ended: Callable[[], None], restarted: Callable[[], None]) -> None:
         self._ended = ended
+        self._restarted = restarted
         self._optimizer: int | None = None
         self._has_marks = False
 
     def marked(self) -> None:
-        self._has_marks = True
+        if not self._has_marks:
+            self._has_marks = True
+            self._restarted()
         self._ended()
 
     def stepped(self, optimizer: Any, *_: object) -> None:
@@ -42,9 +45,9 @@ class _Boundaries:
 
 
 @contextmanager
-def boundaries(ended: Callable[[], None]) -> Iterator[None]:
-    """Inside, `ended()` is called at the end of each step."""
-    listener = _Boundaries(ended)
+def boundaries(ended: Callable[[], None], restarted: Callable[[], None]) -> Iterator[None]:
+    """Inside, `ended()` is called at the end of each step, and `restarted()` when steps that were counted were none."""
+    listener = _Boundaries(ended, restarted)
     handle = register_optimizer_step_post_hook(listener.stepped)
     _listeners.append(listener)
     try:

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from . import internals
 from .gpu import Gpu
 from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, on_device, rule_of
@@ -55,6 +57,7 @@ class Entry:
     before: Any
     after: Any
     call: Call | None
+    like: tuple[Any, int] | None = None  # the op and the size of its result: calls alike take the GPU alike
 
 
 @dataclass
@@ -68,10 +71,14 @@ class _Thread:
 
 
 def _bare(name: str) -> str:
-    """An op's or node's name without decoration: "aten._to_copy" and "ToCopyBackward0" are both "tocopy"."""
-    name = name.rpartition("::")[2].partition(".")[0].lower()
-    head = name.partition("backward")[0]
-    return head.replace("_", "")
+    """An op's or node's name without decoration: "aten::_to_copy" and "ToCopyBackward0" are both "tocopy"."""
+    return name.rpartition("::")[2].lower().partition("backward")[0].replace("_", "")
+
+
+def _op_name(func: Any) -> str:
+    """Such as "aten::mm"; higher-order ops have no schema."""
+    schema = getattr(func, "_schema", None)
+    return str(schema.name) if schema is not None else str(func)
 
 
 class Timer(internals.DispatchMode):
@@ -145,17 +152,18 @@ class Timer(internals.DispatchMode):
         call = None
         if hint is not None or thread.warned or end - start >= self.slow:
             call = self._describe(func, args, hint, thread)
-        self.entries.append(Entry(start, end, before, after, call))
+        like = (func, out.numel()) if isinstance(out, Tensor) else (func, 0)
+        self.entries.append(Entry(start, end, before, after, call, like))
         return out
 
     def _note_forward(self, thread: _Thread, sequence: int, func: Any) -> None:
-        line = (str(func), self.frames.innermost(sys._getframe(2)))
+        line = (_op_name(func), self.frames.innermost(sys._getframe(2)))
         for number in range(max(thread.sequence, sequence - 16), sequence):
             thread.lines[number] = line
         thread.sequence = sequence
 
     def _describe(self, func: Any, args: Sequence[Any], hint: Hint | None, thread: _Thread) -> Call:
-        name = str(func)
+        name = _op_name(func)
         stack = self.frames.capture(sys._getframe(2))
         if hint is None:
             counts = Counts.ALWAYS if thread.warned else Counts.IF_WAITED

@@ -1,0 +1,161 @@
+"""Steps, warm-up and what is left behind."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from fake_gpu import FakeGpu, fake_card
+from syncfree_ext.syncs import find_syncs, internals, step
+
+
+def train(steps: int, *optimizers: torch.optim.Optimizer) -> None:
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.ones(2).sum().item()
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def test_a_step_ends_with_the_optimizer() -> None:
+    with fake_card() as gpu, find_syncs(warmup=2, steps=3, gpu=gpu) as report:
+        train(10, optimizer())
+    assert (report.steps, [row.calls for row in report.rows]) == (3, [1.0])
+    assert report.notes == []
+
+
+def test_of_two_optimizers_the_first_is_the_clock() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=3, gpu=gpu) as report:
+        train(10, optimizer(), optimizer())
+    assert (report.steps, [row.calls for row in report.rows]) == (3, [1.0])
+
+
+def test_marks_overrule_the_optimizer() -> None:
+    with fake_card() as gpu, find_syncs(warmup=2, steps=3, gpu=gpu) as report:
+        clock = optimizer()
+        for _ in range(8):
+            train(2, clock, clock)
+            step()
+    assert (report.steps, [row.calls for row in report.rows]) == (3, [2.0])
+
+
+def test_marks_without_a_finder_do_nothing() -> None:
+    step()
+
+
+def test_too_few_steps_are_said() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=9, gpu=gpu) as report:
+        train(5, optimizer())
+    assert report.steps == 4
+    assert report.notes == ["The block ended after 4 of 9 measured steps."]
+
+
+def test_no_step_is_said() -> None:
+    with fake_card() as gpu, find_syncs(warmup=3, steps=9, gpu=gpu) as report:
+        torch.ones(2).sum().item()
+    assert (report.steps, report.rows) == (0, [])
+    assert "Nothing was measured" in report.notes[0]
+
+
+def test_a_block_without_steps_is_one_when_measured_from_its_start() -> None:
+    with fake_card() as gpu, find_syncs(warmup=0, steps=1, gpu=gpu) as report:
+        torch.ones(2).sum().item()
+    assert (report.steps, len(report.rows)) == (1, 1)
+
+
+def test_the_finder_waits_before_and_after_only() -> None:
+    with fake_card() as gpu, find_syncs(warmup=3, steps=5, gpu=gpu):
+        clock = optimizer()
+        for index in range(12):
+            clock.step()
+            assert gpu.calibrations == (0 if index < 1 else 1 if index < 7 else 2)
+
+
+def test_everything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = internals.top_mode(), warnings.showwarning, list(warnings.filters), torch._C._only_lift_cpu_tensors()
+    with pytest.raises(KeyError), find_syncs(warmup=1, steps=5, gpu=FakeGpu()):
+        train(3, optimizer())
+        raise KeyError
+    assert before == (
+        internals.top_mode(), warnings.showwarning, list(warnings.filters), torch._C._only_lift_cpu_tensors()
+    )  # fmt: skip
+
+
+def test_a_mode_of_the_script_may_lie_on_top() -> None:
+    class Passes(internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with fake_card() as gpu, find_syncs(warmup=1, steps=1, gpu=gpu) as report:
+        with Passes():
+            train(4, optimizer())
+        torch.ones(2)
+    assert report.steps == 1
+    assert internals.top_mode() is None
+
+
+def test_probe_queues_work_before_each_step() -> None:
+    with fake_card() as gpu, find_syncs(warmup=2, steps=3, probe_ms=20.0, gpu=gpu) as report:
+        train(10, optimizer())
+    (row,) = report.rows
+    assert row.blocked_ms == pytest.approx(20.0, rel=0.1)
+    assert report.probe_ms == 20.0
+
+
+def test_without_a_device_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncfree_ext.syncs.session.current_gpu", lambda: None)
+    with find_syncs(warmup=1, steps=2) as report:
+        assert internals.top_mode() is None
+        train(5, optimizer())
+    assert (report.steps, report.rows, report.device) == (2, [], "")
+    assert "no CUDA device" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"warmup": -1}, {"steps": 0}, {"profile": -1}, {"probe_ms": -1.0}, {"slow_us": 0.0}]
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"find_syncs: .*{next(iter(options))}"):
+        find_syncs(**options)
+
+
+@pytest.mark.cuda
+def test_clocks_agree() -> None:
+    """Work of known length, timed by events, has that length on the host's clock, and ends when a wait for it ends."""
+    from syncfree_ext.syncs.gpu import CudaGpu
+
+    gpu = CudaGpu()
+    gpu.calibrate()
+    gpu.backlog(0.02)
+    start = gpu.record()
+    gpu.backlog(0.02)
+    end = gpu.record()
+    torch.cuda.synchronize()
+    now = gpu.now()
+    gpu.calibrate()
+    begin, finish = gpu.resolve([start, end])
+    assert finish - begin == pytest.approx(start.elapsed_time(end) * 1e-3, rel=1e-3)
+    assert abs(finish - now) < 1e-3
+
+
+@pytest.mark.cuda
+def test_profiler_agrees() -> None:
+    """Over a loop of reads, torch.profiler sees at least those, and none in a function that has no row."""
+    x = torch.ones(1024, 1024, device="cuda")
+    with find_syncs(warmup=2, steps=3, profile=3) as report:
+        for _ in range(10):
+            (x @ x).sum().item()
+            step()
+    assert [(row.kind, row.calls) for row in report.rows] == [("scalar read", 1.0)]
+    assert report.truth is not None
+    assert report.truth.steps == 3
+    assert sum(report.truth.calls.values()) >= 1.0
+    assert report.truth.unmatched == []

@@ -1,0 +1,275 @@
+"""What is a wait, what is merely slow, and where each is said to be, on a simulated card."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_gpu import Card, FakeGpu, fake_card
+from syncfree_ext.syncs import Report, explicit, find_syncs, step
+from syncfree_ext.syncs.kinds import Counts, Hint, Kind
+
+HERE = Path(__file__).name
+
+
+def line() -> int:
+    """The line that calls this."""
+    return sys._getframe(1).f_lineno
+
+
+class Behaves(Card):
+    """A card on which `aten::neg` behaves as the test says."""
+
+    def __init__(self, gpu: FakeGpu, neg: Any) -> None:
+        super().__init__(gpu)
+        self.neg = neg
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::neg":
+            self.neg(self.gpu)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def with_neg(neg: Any, ops_before: int = 30, **options: Any) -> Report:
+    """A report of steps in which the GPU has work when `neg` runs."""
+    gpu = FakeGpu()
+    x = torch.ones(3)
+    with Behaves(gpu, neg), find_syncs(warmup=1, steps=4, gpu=gpu, **options) as report:
+        for _ in range(6):
+            for _ in range(ops_before):
+                x.exp()
+            x.neg()
+            x.exp()
+            step()
+    return report
+
+
+def test_an_op_that_waits_inside_is_found_without_being_known() -> None:
+    def waits(gpu: FakeGpu) -> None:
+        gpu.drain()
+        gpu.host(10e-6)
+
+    (row,) = with_neg(waits).rows
+    assert (row.kind, row.op, row.calls, Path(row.file).name) == ("inside an op", "aten::neg", 1.0, HERE)
+    assert row.source == "x.neg()"
+    assert row.blocked_ms == pytest.approx(0.61, abs=0.1)  # 30 ops of 30 us, issued in 10 us each
+
+
+def test_a_slow_op_is_no_wait() -> None:
+    """The GPU still has work when it returns: nobody waited for it."""
+    report = with_neg(lambda gpu: gpu.host(200e-6))
+    assert report.rows == []
+    (slow,) = report.slow
+    assert (slow.op, slow.calls) == ("aten::neg", 1.0)
+    assert slow.ms == pytest.approx(0.2)
+
+
+def test_a_slow_op_during_which_the_gpu_runs_dry_by_chance_is_no_wait() -> None:
+    report = with_neg(lambda gpu: gpu.host(5e-3))
+    assert report.rows == []
+    assert report.slow[0].ms == pytest.approx(5.0)
+
+
+def test_a_slow_op_on_an_idle_gpu_is_no_wait() -> None:
+    report = with_neg(lambda gpu: gpu.host(500e-6), ops_before=0)
+    assert report.rows == []
+    assert report.slow[0].op == "aten::neg"
+
+
+def test_a_wait_of_a_few_microseconds_is_no_row() -> None:
+    def waits(gpu: FakeGpu) -> None:
+        gpu.drain()
+
+    assert with_neg(waits, ops_before=0).rows == []
+
+
+def test_an_allocation_is_told_from_a_slow_op() -> None:
+    def allocates(gpu: FakeGpu) -> None:
+        gpu.host(300e-6)
+        gpu.allocated += 1
+
+    (row,) = with_neg(allocates).rows
+    assert (row.kind, row.calls) == ("allocator", 1.0)
+
+
+def test_a_read_counts_even_on_an_idle_gpu() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        x = torch.ones(3)
+        for _ in range(4):
+            total = x.sum()
+            total.item()
+            gpu.host(1.0)
+            total.item()
+            step()
+    assert [(row.kind, row.calls) for row in report.rows] == [("scalar read", 1.0)] * 2
+    assert min(row.blocked_ms for row in report.rows) == pytest.approx(0.015)
+
+
+def test_forward_and_backward_lines() -> None:
+    """A node of backward is placed where it was made; a hook and a Function's backward at their own lines."""
+
+    class Peeks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            lines["function"] = line() + 1
+            grad.sum().item()
+            return grad * 2
+
+    def hook(grad: Tensor) -> None:
+        lines["hook"] = line() + 1
+        grad.max().item()
+
+    lines: dict[str, int] = {}
+    x = torch.arange(6.0, requires_grad=True)
+    mask = torch.arange(6) % 2 == 0
+
+    class Masks(Card):
+        """index_put_ with a mask waits as well, in the backward of the index."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "index_put" in str(func):
+                self.gpu.drain()
+                self.gpu.host(20e-6)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    gpu = FakeGpu()
+    with Masks(gpu), find_syncs(warmup=1, steps=3, gpu=gpu) as report:
+        for _ in range(5):
+            y = x * 1
+            y.register_hook(hook)
+            lines["index"] = line() + 1
+            z = y[mask]
+            z = Peeks.apply(z)
+            lines["call"] = line() + 1
+            z.sum().backward()
+            step()
+    by_line = {(row.line, row.node) for row in report.rows}
+    assert by_line == {
+        (lines["index"], None),
+        (lines["index"], "IndexBackward0"),
+        (lines["hook"], "MulBackward0"),
+        (lines["function"], "PeeksBackward"),
+    }
+    backward = next(row for row in report.rows if row.node == "IndexBackward0")
+    assert backward.backward == f"{backward.file}:{lines['call']}"
+
+
+def test_lines_of_another_thread_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of nodes count from zero in each thread: a line is taken only if its op fits the node."""
+    from syncfree_ext.syncs import timer
+
+    assert timer._bare("aten::_to_copy") == timer._bare("ToCopyBackward0")
+    assert timer._bare("aten::mul_") == timer._bare("MulBackward0")
+    assert timer._bare("aten::copy_") == timer._bare("CopyBackwards")
+    assert timer._bare("aten::native_layer_norm") == timer._bare("NativeLayerNormBackward0")
+    assert timer._bare("aten::mm") != timer._bare("AddmmBackward0")
+
+
+def test_explicit_calls_and_what_runs_inside_them() -> None:
+    """An op inside an explicit wait belongs to it; a wait that returns at once is no row."""
+
+    class Fence:
+        def wait(self, seconds: float) -> None:
+            gpu.host(seconds)
+            if seconds > 1e-6:
+                torch.ones(2).sum().item()
+
+    hint = Hint(Kind.EXPLICIT, "", Counts.IF_SLOW)
+    wait = explicit._wrapped(Fence.wait, "Fence.wait", hint)
+    with fake_card() as gpu, find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            wait(Fence(), 300e-6)
+            wait(Fence(), 1e-6)
+            step()
+    (row,) = report.rows
+    assert (row.kind, row.op, row.calls, row.source) == ("explicit", "Fence.wait", 1.0, "wait(Fence(), 300e-6)")
+
+
+def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
+    originals = [(owner, name, vars(owner).get(name)) for owner, name, _, _ in explicit._targets()]
+    with fake_card() as gpu, find_syncs(warmup=0, steps=1, gpu=gpu):
+        assert all(vars(owner).get(name) is not own for owner, name, own in originals)
+        torch.ones(1)
+    assert all(vars(owner).get(name) is own for owner, name, own in originals)
+
+
+def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
+    """After a wait the GPU is starved, and an event tells only that an op took it no longer than the host."""
+    from syncfree_ext.syncs.collect import Timed, work_of
+
+    like = ("op", 4)
+    lagging = [Timed(i * 1e-5, (i + 1) * 1e-5, i * 1e-4, (i + 1) * 1e-4, None, like) for i in range(3, 6)]
+    starved = Timed(1.0, 1.0 + 5e-4, 1.0, 1.0 + 5e-4, None, like)
+    other = Timed(2.0, 2.0 + 4e-5, 2.0, 2.0 + 4e-5, None, ("op", 5))
+    assert work_of([*lagging, starved, other]) == pytest.approx([1e-4] * 4 + [2e-5])
+
+
+def test_captured_streams_are_left_alone() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            gpu.captures = True
+            torch.ones(2).sum().item()
+            gpu.captures = False
+            step()
+    assert report.rows == []
+
+
+def test_library_lines(tmp_path: Path) -> None:
+    """A library's line is named behind the user's; with user= it is the user's."""
+    package = tmp_path / "site-packages" / "somelib"
+    package.mkdir(parents=True)
+    (package / "lib.py").write_text("def read(x):\n    return x.sum().item()\n", encoding="utf-8")
+    code = compile((package / "lib.py").read_text(encoding="utf-8"), str(package / "lib.py"), "exec")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+
+    def report(**options: Any) -> Report:
+        with fake_card() as gpu, find_syncs(warmup=1, steps=1, gpu=gpu, **options) as found:
+            for _ in range(3):
+                namespace["read"](torch.ones(2))
+                step()
+        return found
+
+    (row,) = report().rows
+    assert Path(row.file).name == HERE
+    assert (row.source, row.via) == ('namespace["read"](torch.ones(2))', f"somelib{'/'}lib.py:2")
+    (row,) = report(user=[str(package)]).rows
+    assert (row.where, row.via) == ("somelib/lib.py:2", None)
+
+
+def test_other_threads_are_not_seen() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            thread = threading.Thread(target=lambda: torch.ones(2).sum().item())
+            thread.start()
+            thread.join()
+            step()
+    assert report.rows == []
+
+
+def test_compiled_code_stays_compiled() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    gpu = FakeGpu()
+    with find_syncs(warmup=1, steps=1, gpu=gpu):
+        for _ in range(3):
+            function(torch.ones(2))
+            step()
+    assert len(graphs) == 1
