@@ -21,8 +21,9 @@ WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::
 class FakeGpu:
     """Time passes by the calls of `host`, `work` and `drain` alone."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.type = device
+    type = "cpu"
+
+    def __init__(self) -> None:
         self.time = 100.0
         self.done = 100.0
         self.calibrations = 0
@@ -83,8 +84,8 @@ class Card(TorchDispatchMode):
 
 
 @contextmanager
-def fake_card(work: Mapping[str, float] | None = None, device: str = "cpu") -> Iterator[FakeGpu]:
+def fake_card(work: Mapping[str, float] | None = None, default: float = 30e-6) -> Iterator[FakeGpu]:
     """A simulated GPU for find_syncs(gpu=...), with its card in place."""
-    gpu = FakeGpu(device)
-    with Card(gpu, work):
+    gpu = FakeGpu()
+    with Card(gpu, work, default):
         yield gpu

@@ -83,6 +83,14 @@ def test_a_slow_op_on_an_idle_gpu_is_no_wait() -> None:
     assert report.slow[0].op == "aten::neg"
 
 
+def test_a_slow_op_that_ends_with_the_gpu_now_and_then_is_no_wait() -> None:
+    """The GPU has 600 us of work left. One call returns with it, the others before."""
+    calls = iter([200e-6] * 3 + [605e-6] + [200e-6] * 9)
+    report = with_neg(lambda gpu: gpu.host(next(calls)))
+    assert report.rows == []
+    assert report.slow[0].op == "aten::neg"
+
+
 def test_a_wait_of_a_few_microseconds_is_no_row() -> None:
     def waits(gpu: FakeGpu) -> None:
         gpu.drain()
@@ -208,10 +216,10 @@ def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
     """After a wait the GPU is starved, and an event tells only that an op took it no longer than the host."""
     from syncfree_ext.syncs.collect import Timed, work_of
 
-    like = ("op", 4)
+    like = ("op", 4, True)
     lagging = [Timed(i * 1e-5, (i + 1) * 1e-5, i * 1e-4, (i + 1) * 1e-4, None, like) for i in range(3, 6)]
     starved = Timed(1.0, 1.0 + 5e-4, 1.0, 1.0 + 5e-4, None, like)
-    other = Timed(2.0, 2.0 + 4e-5, 2.0, 2.0 + 4e-5, None, ("op", 5))
+    other = Timed(2.0, 2.0 + 4e-5, 2.0, 2.0 + 4e-5, None, ("op", 5, True))
     assert work_of([*lagging, starved, other]) == pytest.approx([1e-4] * 4 + [2e-5])
 
 

@@ -10,10 +10,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         from .cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise
+        name = str(error.name).partition(".")[0]
         raise SystemExit(
-            f'syncfree: the command line needs {error.name}, which is not installed: pip install "syncfree_ext[syncs]"'
+            f'syncfree: the command line needs {name}, which is not installed: pip install "syncfree_ext[syncs]"'
         ) from error
     app(sys.argv[1:] if arguments is None else arguments, prog_name="syncfree")
 

@@ -136,7 +136,8 @@ def _entries(path: Path | None) -> list[allow.Allowed]:
 
 
 def _write(report: Report, top: int, json: Path | None, html: Path | None) -> None:
-    Console().print(table.render(report, top))
+    console = Console()
+    console.print(table.render(report, top, console.width))
     if json is not None:
         report.to_json(json)
     if html is not None:

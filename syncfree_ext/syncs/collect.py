@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
 from .model import NOISE, Queue, Step
 from .report import Report, Row, Slow, Timeline
 from .sites import Site, resolve, short_path
-from .timer import Call, Entry
+from .timer import Call, Entry, Like
 
-# A wait ends when the GPU has drained. A call that goes on for longer than this did something else as well.
-_RETURN = 60e-6
+# A wait ends soon after the GPU has drained.
+_RETURN = 25e-6
 _MOST_BUSY_INTERVALS = 500
 
 
@@ -38,7 +38,7 @@ class Timed:
     before: float
     after: float
     call: Call | None
-    like: tuple[Any, int] | None = None
+    like: Like | None = None
 
     @property
     def upper(self) -> float:
@@ -71,7 +71,7 @@ def work_of(timed: Sequence[Timed]) -> list[float]:
     It is measured where the GPU lagged behind the host. Where it was starved, it is taken from calls alike that were
     measured; if there are none, half of the upper bound is as good as any guess.
     """
-    known: dict[tuple[Any, int], list[float]] = {}
+    known: dict[Like, list[float]] = {}
     for entry in timed:
         if entry.like is not None and not entry.starved:
             known.setdefault(entry.like, []).append(entry.upper)
@@ -84,22 +84,40 @@ def work_of(timed: Sequence[Timed]) -> list[float]:
     ]
 
 
-def judge(timed: Timed, slow: float) -> Verdict:
+def _looks_like_a_wait(entry: Timed, slow: float) -> bool:
+    """Whether the GPU had work when the call began, and the call returned as soon as that was done."""
+    duration = entry.end - entry.start
+    rest = entry.end - entry.before
+    return duration >= 2 * slow and -NOISE <= rest <= max(_RETURN, 0.1 * duration)
+
+
+def ops_that_wait(timed: Sequence[Timed], slow: float) -> set[Like]:
+    """The ops without a reason to wait that did nonetheless.
+
+    A slow op can return just when the GPU runs dry, by chance, and in a steady loop even some times. One that waits
+    does so whenever the GPU has work, so nine of ten calls that met a busy GPU must look like it.
+    """
+    met_busy: Counter[Like] = Counter()
+    waited: Counter[Like] = Counter()
+    for entry in timed:
+        if entry.like is not None and entry.before > entry.start + NOISE:
+            met_busy[entry.like] += 1
+            waited[entry.like] += _looks_like_a_wait(entry, slow)
+    return {like for like, count in waited.items() if count >= 0.9 * met_busy[like]}
+
+
+def judge(timed: Timed, slow: float, waiting: Collection[Like]) -> Verdict:
     """Whether a call waited for the GPU, was slow by itself, or neither."""
     call = timed.call
     if call is None:
         return Verdict.NOTHING
-    duration = timed.end - timed.start
     if call.counts is Counts.ALWAYS:
         return Verdict.WAIT
-    if duration < slow:
+    if timed.end - timed.start < slow:
         return Verdict.NOTHING
     if call.counts is Counts.IF_SLOW or call.allocated:
         return Verdict.WAIT
-    waited = timed.before - timed.start
-    drained = waited >= NOISE and timed.before <= timed.end + NOISE
-    # The GPU may run dry by chance while an op is slow. A wait ends with that moment, or consists of it.
-    if drained and (timed.end - timed.before <= _RETURN or waited >= 0.6 * duration):
+    if timed.like in waiting and _looks_like_a_wait(timed, slow):
         return Verdict.WAIT
     return Verdict.SLOW
 
@@ -148,8 +166,9 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
     report = Report(steps=count, step_ms=(boundaries[-1] - boundaries[0]) * 1e3 / count)
     slow_ops: dict[tuple[str, str], Slow] = {}
     steps: list[Step] = []
+    waiting = ops_that_wait(timed, slow)
     for entry, work in zip(timed, work_of(timed), strict=True):
-        verdict = judge(entry, slow)
+        verdict = judge(entry, slow, waiting)
         if verdict is not Verdict.WAIT or entry.call is None:
             steps.append(Step(entry.start, entry.end, entry.before, work))
             if verdict is Verdict.SLOW and entry.call is not None:
@@ -171,10 +190,16 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
         )
         steps.append(step)
-        row.calls += 1 / count
-        row.blocked_ms += step.duration * 1e3 / count
-        row.waited_ms += step.waited * 1e3 / count
+        row.calls += 1
+        row.blocked_ms += step.duration * 1e3
+        row.waited_ms += step.waited * 1e3
         row.max_ms = max(row.max_ms, step.duration * 1e3)
+    for op in slow_ops.values():
+        op.calls /= count
+    for row in report.rows:
+        row.calls /= count
+        row.blocked_ms /= count
+        row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
     _add_costs(report, steps, boundaries[-1], count)
     busy = _busy(steps)
@@ -188,7 +213,7 @@ def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float
     stack = call.stack
     where = _name(resolve(stack.user) or resolve(call.forward) or resolve(stack.library)) or "<unknown>"
     entry = slow_ops.setdefault((where, call.op), Slow(where, call.op, 0.0, 0.0))
-    entry.calls += 1 / count
+    entry.calls += 1
     entry.ms += duration * 1e3 / count
 
 
@@ -198,6 +223,7 @@ def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int) ->
     everything = queue.replay(removed=())
     free = queue.replay(removed=None)
     report.replay_ms, report.free_ms = everything * scale, free * scale
+    report.model_error = everything / queue.measured - 1 if queue.measured > 0 else 0.0
     for index, row in enumerate(report.rows):
         row.idle_ms = max(0.0, queue.replay(only=(index,)) - free) * scale
         row.saves_ms = max(0.0, everything - queue.replay(removed=(index,))) * scale

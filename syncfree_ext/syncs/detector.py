@@ -86,7 +86,10 @@ class _Hook:
     def _switch_on(self) -> None:
         if torch.cuda.is_available():
             self._mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings():
+                # torch says once that the mode does not see everything, which this module's head says too.
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("warn")
         self._show = warnings.showwarning
         before = list(warnings.filters)
         warnings.filterwarnings("always", message=SYNC_WARNING)

@@ -107,12 +107,12 @@ def _transfer(source: Tensor, target: str, non_blocking: bool, device: str, pinn
         return None
     if origin == device:
         if non_blocking:
-            # `.to("cpu", non_blocking=True)` allocates pinned memory. A copy into a tensor that is pageable waits.
-            return None if pinned_target else Hint(Kind.COPY, "device to pageable memory", Counts.IF_WAITED)
+            # `.to("cpu", non_blocking=True)` allocates pinned memory. A copy into pageable memory blocks, unless small.
+            return None if pinned_target else Hint(Kind.COPY, "device to pageable memory", Counts.IF_SLOW)
         return Hint(Kind.COPY, "device to pageable memory" if not pinned_target else "pinned, but blocking")
     pinned = source.is_pinned()
     if non_blocking:
-        return None if pinned else Hint(Kind.COPY, "pageable, non_blocking ignored", Counts.IF_WAITED)
+        return None if pinned else Hint(Kind.COPY, "pageable, non_blocking ignored", Counts.IF_SLOW)
     return Hint(Kind.COPY, "pinned, but blocking" if pinned else "pageable memory to device")
 
 

@@ -106,8 +106,8 @@ def _row(index: int, row: Row, report: Report) -> str:
         f'<td><span class="tag {_kind(row)}">{escape(row.kind)}</span></td>'
         f'<td class="line"><code>{escape(place(row))}</code>'
         f'<span class="bar"><span style="width:{width:.1f}%"></span></span></td></tr>'
-        f'<tr class="more"><td colspan="8">{source}<p class="advice">{escape(row.advice)}</p>'
-        f'<p class="about">{about}</p></td></tr></tbody>'
+        f'<tr class="more"><td colspan="8"><div>{source}<p class="advice">{escape(row.advice)}</p>'
+        f'<p class="about">{about}</p></div></td></tr></tbody>'
     )
 
 

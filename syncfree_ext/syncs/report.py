@@ -92,8 +92,9 @@ class Truth:
 class Report:
     """What `find_syncs` found.
 
-    `rows` are ranked by the GPU idle that they cause. `step_ms` is the measured step, `replay_ms` what the model makes
-    of it (a large difference means that idle and savings are not to be trusted), `free_ms` the step without any wait.
+    `rows` are ranked by the GPU idle that they cause. `step_ms` is the measured step of the host. `replay_ms` is what
+    the model makes of it, the GPU's work to its end included, `free_ms` the same without any wait. `model_error` is how
+    far the model is off the measured time; if that is much, idle and savings are not to be trusted.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -102,6 +103,7 @@ class Report:
     step_ms: float = 0.0
     replay_ms: float = 0.0
     free_ms: float = 0.0
+    model_error: float = 0.0
     busy_ms: float = 0.0
     probe_ms: float = 0.0
     ranks: int = 1
@@ -239,6 +241,7 @@ def merge(reports: Sequence[Report]) -> Report:
         step_ms=first.step_ms,
         replay_ms=first.replay_ms,
         free_ms=max(report.free_ms for report in reports),
+        model_error=max((report.model_error for report in reports), key=abs),
         busy_ms=sum(report.busy_ms for report in reports) / count,
         probe_ms=first.probe_ms,
         ranks=sum(report.ranks for report in reports),

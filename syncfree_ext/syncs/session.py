@@ -12,7 +12,6 @@ import torch
 
 from . import explicit, internals
 from .collect import build, resolve_events
-from .detector import detecting
 from .gpu import Gpu, current_gpu
 from .report import Report
 from .sites import Frames
@@ -93,8 +92,6 @@ class find_syncs:  # noqa: N801 (used like a function)
         self.report.probe_ms = self._probe * 1e3
         if self._gpu is None:
             self.report.notes.append("There is no CUDA device: the host has nothing to wait for.")
-        else:
-            self.report.device = torch.cuda.get_device_name() if self._gpu.type == "cuda" else self._gpu.type
         self._state = "warmup"
         self._hooks.enter_context(boundaries(self._step_ended, self._restart))
         if self._gpu is not None:
@@ -102,7 +99,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._timer.__enter__()
             self._mode_is_on = True
             self._measuring.enter_context(internals.visible_constructors())
-            if self._warmup <= 1:
+            if self._warmup == 0:
                 self._calibrate()
         if self._warmup == 0:
             self._start()
@@ -152,7 +149,6 @@ class find_syncs:  # noqa: N801 (used like a function)
     def _start(self) -> None:
         self._state = "measuring"
         self._listening.enter_context(explicit.listening(self._timer.explicit))
-        self._listening.enter_context(detecting(self._frames, self._timer.warned))
         self._queue_backlog()
         self._ends = [self._now()]
         self._timer.start()
@@ -177,7 +173,7 @@ class find_syncs:  # noqa: N801 (used like a function)
         if self._state in ("profiling", "ended"):
             self._leave_mode()
         if self._state == "warmup":
-            if self._steps_seen == self._warmup - 1:
+            if self._steps_seen == max(1, self._warmup - 1):
                 self._calibrate()
                 self._queue_backlog()  # the first one measures how much work that is
             if self._steps_seen >= self._warmup:
@@ -208,10 +204,11 @@ class find_syncs:  # noqa: N801 (used like a function)
             found = Report(steps=count, step_ms=(self._ends[-1] - self._ends[0]) * 1e3 / count)
         else:
             self._calibrate()
+            self.report.device = torch.cuda.get_device_name() if self._gpu.type == "cuda" else self._gpu.type
             timed = resolve_events(self._timer.entries, self._gpu)
             found = build(timed, self._ends, self._slow, int(os.environ.get("RANK", "0")))
         self._timer.entries = []
-        for name in ("rows", "slow", "steps", "step_ms", "replay_ms", "free_ms", "busy_ms", "timelines"):
+        for name in ("rows", "slow", "steps", "step_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines"):
             setattr(self.report, name, getattr(found, name))
 
     def _finish_profile(self) -> None:

@@ -19,6 +19,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+_DYNAMO = _TORCH + "_dynamo" + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _ENGINE = _TORCH + os.sep.join(("autograd", "graph.py"))  # noqa: PTH118
 _STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
@@ -104,7 +105,8 @@ class Frames:
         if file.startswith(_OURS):
             return OURS
         if file.startswith(_TORCH):
-            return TORCH
+            # Dynamo's frames stand around others (a dispatch mode, a compiled function) and say nothing.
+            return STDLIB if file.startswith(_DYNAMO) else TORCH
         if any(folder in file for folder in _PACKAGES):
             return LIBRARY
         # Generated code (<string>, <frozen runpy>) has no line to show; what called it has. A notebook's cells have.

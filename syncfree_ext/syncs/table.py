@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import shutil
 from typing import TYPE_CHECKING
 
 from .report import Report, Row
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
+# Columns from which figures, kind and line fit beside each other.
+_WIDE = 116
 _NEEDS_RICH = 'the table needs rich: pip install "syncfree_ext[syncs]"'
 
 COLOURS = {
@@ -69,8 +74,7 @@ def remarks(report: Report) -> list[str]:
             "kinds, not costs."
         )
     elif report.steps and report.rows:
-        off = (report.replay_ms - report.step_ms) / report.step_ms if report.step_ms > 0 else 0.0
-        lines.append(f"The model's step is {report.replay_ms:.2f} ms, {100 * off:+.0f} % off the measured one.")
+        lines.append(f"The model behind these figures is {100 * report.model_error:+.1f} % off the measured time.")
     if report.truth is not None:
         truth = report.truth
         blocked = sum(truth.blocked_ms.values())
@@ -83,54 +87,33 @@ def remarks(report: Report) -> list[str]:
     return lines
 
 
-def render(report: Report, top: int = 20) -> RenderableType:
-    """The report as something that rich prints.
+def render(report: Report, top: int = 20, width: int = _WIDE) -> RenderableType:
+    """The report as something that rich prints, for a terminal of so many columns.
 
     Raises:
         ImportError: rich is not installed.
     """
     try:
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
     except ImportError as error:
         raise ImportError(_NEEDS_RICH) from error
 
     parts: list[RenderableType] = [Text(headline(report), style="bold")]
     if report.rows:
-        table = Table(show_edge=False, pad_edge=False, header_style="bold", row_styles=["", ""], padding=(0, 1))
-        for title, justify in (("GPU idle ms", "right"), ("saves ms", "right"), ("blocked ms", "right")):
-            table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("max ms", justify="right", no_wrap=True)
-        table.add_column("calls", justify="right", no_wrap=True)
-        table.add_column("kind", no_wrap=True)
-        table.add_column("line", overflow="fold", ratio=1)
-        for row in report.rows[:top]:
-            line = Text(place(row), style="bold")
-            if row.source:
-                line.append("\n  " + row.source, style="not bold dim")
-            line.append("\n  → " + row.advice, style="not bold")
-            cost = ["–", "–"] if report.probe_ms else [f"{row.idle_ms:.3f}", f"{row.saves_ms:.3f}"]
-            table.add_row(
-                *cost,
-                f"{row.blocked_ms:.3f}",
-                share(row.blocked_ms, report.step_ms),
-                f"{row.max_ms:.3f}",
-                number(row.calls),
-                Text(row.kind, style=COLOURS[row.kind]),
-                line,
-            )
-        parts += [Text(""), table]
+        rows = report.rows[:top]
+        parts += [Text(""), _table(report, rows)] if width >= _WIDE else _blocks(report, rows)
         if len(report.rows) > top:
             parts.append(Text(f"… and {len(report.rows) - top} more lines", style="dim"))
-        parts += [
-            Text(""),
-            Text(
-                "GPU idle: a step, if only these waits are left. saves: a step is that much shorter if only they go.",
-                style="dim",
-            ),
-        ]
+        parts.append(Text(""))
+        parts += [Text.assemble((row.kind, COLOURS[row.kind]), f" → {row.advice}") for row in _advised(rows)]
+        if not report.probe_ms:
+            parts.append(
+                Text(
+                    "\nGPU idle: a step, if only these waits are left. Saves: how much shorter a step is without them.",
+                    style="dim",
+                )
+            )
     if report.slow:
         slow = ", ".join(f"{op.op} at {op.where} ({op.ms:.2f} ms)" for op in report.slow[:3])
         parts.append(Text(f"Slow without waiting for the GPU: {slow}.", style="dim"))
@@ -138,21 +121,82 @@ def render(report: Report, top: int = 20) -> RenderableType:
     return Group(*parts)
 
 
+def _advised(rows: list[Row]) -> list[Row]:
+    """The first row with each advice."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row.advice, row)
+    return list(first.values())
+
+
+def _line(row: Row, indent: str) -> Text:
+    from rich.text import Text
+
+    line = Text(place(row), style="bold")
+    if row.source:
+        line.append(f"\n{indent}{row.source}", style="not bold dim")
+    return line
+
+
+def _table(report: Report, rows: list[Row]) -> Table:
+    """Figures, kind and line beside each other."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1))
+    for title in ("GPU idle ms", "saves ms", "blocked ms", "step", "max ms", "calls"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("line", overflow="fold", ratio=1)
+    for row in rows:
+        cost = ["–", "–"] if report.probe_ms else [f"{row.idle_ms:.3f}", f"{row.saves_ms:.3f}"]
+        table.add_row(
+            *cost,
+            f"{row.blocked_ms:.3f}",
+            share(row.blocked_ms, report.step_ms),
+            f"{row.max_ms:.3f}",
+            number(row.calls),
+            Text(row.kind, style=COLOURS[row.kind]),
+            _line(row, "  "),
+        )
+    return table
+
+
+def _blocks(report: Report, rows: list[Row]) -> list[RenderableType]:
+    """The same in a narrow terminal, such as the log of a CI."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    blocks: list[RenderableType] = []
+    for row in rows:
+        cost = "" if report.probe_ms else f"GPU idle {row.idle_ms:.3f} ms, saves {row.saves_ms:.3f} ms, "
+        figures = (
+            f"{cost}blocked {row.blocked_ms:.3f} ms ({share(row.blocked_ms, report.step_ms)}), "
+            f"max {row.max_ms:.3f} ms, {number(row.calls)} a step"
+        )
+        blocks += [
+            Text(""),
+            Text.assemble((row.kind, COLOURS[row.kind]), "  ", figures),
+            Padding(_line(row, ""), (0, 0, 0, 2)),
+        ]
+    return blocks
+
+
 def text(report: Report, top: int = 20, width: int | None = None) -> str:
     """The table as plain text, `width` columns wide (default: the terminal's)."""
-    rendered = render(report, top)
+    width = width or shutil.get_terminal_size().columns
+    rendered = render(report, top, width)
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, record=False, color_system=None)
-    console.print(rendered)
-    output = console.file
-    assert isinstance(output, io.StringIO)
+    output = io.StringIO()
+    Console(file=output, width=width, color_system=None).print(rendered)
     return output.getvalue()
 
 
 def svg(report: Report, top: int = 20, width: int = 130, title: str = "syncfree syncs") -> str:
     """The table as a picture."""
-    rendered = render(report, top)
+    rendered = render(report, top, width)
     from rich.console import Console
 
     console: Console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)

@@ -5,8 +5,11 @@ clock, and after each it records an event; ops that wait by their nature (kinds.
 also covers work that no op launched (a graph replay, a Triton kernel). Nothing is asked of the GPU in a step. Later,
 with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
 
-- the GPU still had work when the op began and had done all of it when the op returned: the host **waited**;
-- it had none, or still has some: the op was **slow** by itself (a first call, an allocation, a full launch queue).
+- the GPU had work when the op began, and the op returned as soon as it was done: the host **waited**;
+- the GPU had none, or has some left, or was done long before: the op was **slow** by itself (a first call, an
+  allocation, a full launch queue).
+
+One such call can be chance, so an op without a reason to wait must do so whenever the GPU is busy (collect.py).
 
 In backward the worker's Python stack is empty. The autograd node that runs is known, and with it the sequence number
 that it got when it was made, in forward; the timer notes the line of each new number, which leads to the forward line.
@@ -29,6 +32,9 @@ from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, on_device, rule_of
 from .sites import Frames, Mark, Stack
 
 SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no interest
+
+# The op, the size of its result and whether that is on the GPU: calls alike in this take the GPU, and wait, alike.
+Like = tuple[Any, int, bool]
 
 _UNSEEN: Any = object()
 
@@ -57,7 +63,7 @@ class Entry:
     before: Any
     after: Any
     call: Call | None
-    like: tuple[Any, int] | None = None  # the op and the size of its result: calls alike take the GPU alike
+    like: Like | None = None
 
 
 @dataclass
@@ -67,7 +73,6 @@ class _Thread:
     sequence: int = 0
     lines: dict[int, tuple[str, Mark | None]] = field(default_factory=dict)
     depth: int = 0  # of explicit waits: the ops inside belong to them
-    warned: bool = False  # torch's sync-debug mode spoke up since the op began
 
 
 def _bare(name: str) -> str:
@@ -141,7 +146,6 @@ class Timer(internals.DispatchMode):
             hint = rule(args, kwargs or {}, gpu.type)
             if hint is not None:
                 before = gpu.record()
-        thread.warned = False
         start = gpu.now()
         out = func(*args, **kwargs) if kwargs else func(*args)
         end = gpu.now()
@@ -150,9 +154,9 @@ class Timer(internals.DispatchMode):
         if sequence != thread.sequence:
             self._note_forward(thread, sequence, func)
         call = None
-        if hint is not None or thread.warned or end - start >= self.slow:
+        if hint is not None or end - start >= self.slow:
             call = self._describe(func, args, hint, thread)
-        like = (func, out.numel()) if isinstance(out, Tensor) else (func, 0)
+        like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else (func, 0, False)
         self.entries.append(Entry(start, end, before, after, call, like))
         return out
 
@@ -166,8 +170,7 @@ class Timer(internals.DispatchMode):
         name = _op_name(func)
         stack = self.frames.capture(sys._getframe(2))
         if hint is None:
-            counts = Counts.ALWAYS if thread.warned else Counts.IF_WAITED
-            hint = Hint(kind_of_unknown(name, stack.distributed), "", counts)
+            hint = Hint(kind_of_unknown(name, stack.distributed), "", Counts.IF_WAITED)
         kind = Kind.COLLECTIVE if stack.distributed and hint.kind in (Kind.SCALAR, Kind.COPY) else hint.kind
         call = Call(name, kind, hint.detail, hint.counts, stack)
         self._place_in_backward(call, thread)
@@ -196,11 +199,6 @@ class Timer(internals.DispatchMode):
         owner = self._threads.get(self._owner)
         return owner.lines if owner is not None else {}
 
-    def warned(self, stack: Stack) -> None:
-        """Takes a warning of torch's sync-debug mode: the op that is running waits, whatever its name."""
-        if self.active:
-            self._thread().warned = True
-
     @contextmanager
     def explicit(self, name: str, hint: Hint) -> Iterator[None]:
         """Around a call that waits without being an op (explicit.py)."""
@@ -222,6 +220,8 @@ class Timer(internals.DispatchMode):
             thread.depth -= 1
             call = Call(name, hint.kind, hint.detail, hint.counts, self.frames.capture(sys._getframe(1)))
             self._place_in_backward(call, thread)
+            if hint.kind is Kind.ALLOCATOR:
+                self._allocations = gpu.allocations()
             self.entries.append(Entry(start, end, before, gpu.record(), call))
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from common import busy, device, steps
+from common import busy, steps
 
 dist.init_process_group("nccl")
 torch.cuda.set_device(dist.get_rank())

@@ -12,4 +12,5 @@ def overflows(gradient: torch.Tensor) -> bool:
 
 for _ in steps():
     busy()
-    any([overflows(gradient) for gradient in gradients])
+    for gradient in gradients:
+        overflows(gradient)

@@ -1,4 +1,4 @@
-"""pytorch#140296: an asynchronous copy to the host. Reading it early is a bug, but nothing waits, so nothing is found."""
+"""pytorch#140296: an asynchronous copy to the host. Reading it early is a bug, but nothing waits: nothing is found."""
 
 import torch
 from common import busy, device, steps

@@ -1,4 +1,4 @@
-"""Streams that wait for each other, events that are recorded and never waited for, copies between pinned memory and device."""
+"""Streams that wait for each other, and copies between pinned memory and the device."""
 
 import torch
 from common import busy, device, steps

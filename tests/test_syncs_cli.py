@@ -1,0 +1,274 @@
+"""The command line: scripts as they are, exit codes, several ranks, and the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("rich", reason="the command line needs rich")
+
+import syncfree_ext
+from fake_gpu import fake_card
+from syncfree_ext.syncs import Report, runner
+from syncfree_ext.syncs.__main__ import main
+from syncs_samples import random_report
+
+ROOT = Path(syncfree_ext.__file__).parent.parent
+
+SCRIPT = """
+import sys
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def log(loss):
+    return loss.item()
+
+for index in range(20):
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    log(loss)
+print("the end", sys.argv[1:], __name__)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A simulated GPU in the place of the real one."""
+    with fake_card() as gpu:
+        monkeypatch.setattr("syncfree_ext.syncs.session.current_gpu", lambda: gpu)
+        yield
+
+
+@pytest.fixture
+def draw(rng: torch.Generator) -> random.Random:
+    return random.Random(int(torch.randint(2**31, (), generator=rng)))
+
+
+def status(*arguments: object) -> int:
+    """How `syncfree ARGUMENTS` ends."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_script_as_it_is(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_path, html_path = tmp_path / "r.json", tmp_path / "r.html"
+    assert (
+        status("syncs", "--warmup", 2, "--steps", 3, "--json", json_path, "--html", html_path, script, "--lr", "1") == 0
+    )
+    out = capsys.readouterr().out
+    assert "the end" not in out  # it is stopped when all is measured
+    assert "train.py:9" in out
+    assert "return loss.item()" in out
+    report = Report.from_json(json_path.read_text(encoding="utf-8"))
+    assert [(row.line, row.kind, row.calls) for row in report.rows] == [(9, "scalar read", 1.0)]
+    assert report.steps == 3
+    assert html_path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.usefixtures("card")
+def test_to_the_end_with_its_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.argv, list(sys.path)
+    assert status("syncs", "--keep-going", script, "--steps", "2") == 0
+    assert "the end ['--steps', '2'] __main__" in capsys.readouterr().out
+    assert (sys.argv, sys.path) == before
+
+
+@pytest.mark.usefixtures("card")
+def test_a_module(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(script.parent)
+    assert status("syncs", "-m", "train") == 0
+    assert "train.py:9" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_fail_over_and_the_allow_file(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    allowed = tmp_path / "allow.txt"
+    assert status("syncs", "--fail-over", 1, script) == 0
+    assert status("syncs", "--fail-over", 0, script) == 3
+    assert "waits 1 times a step where 0 are allowed" in capsys.readouterr().err
+    allowed.write_text("train.py::log  # the log reads it\nother.py  # gone\n", encoding="utf-8")
+    assert status("syncs", "--fail-over", 0, "--allow", allowed, script) == 0
+    assert "entry 'other.py' matched nothing" in capsys.readouterr().err
+    allowed.write_text("train.py::log\n", encoding="utf-8")
+    assert status("syncs", "--fail-over", 0, "--allow", allowed, script) == 2
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("raise SystemExit('no')", 1),
+        ("1 / 0", 1),
+        ("def broken(", 1),
+        ("raise SystemExit", 0),
+    ],
+)
+def test_the_scripts_own_end(text: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s.py"
+    path.write_text(text, encoding="utf-8")
+    assert status("syncs", path) == code
+    assert "Nothing was measured" in capsys.readouterr().out
+    # A check that knows nothing does not pass.
+    assert status("syncs", "--fail-over", 5, path) == (code or 4)
+
+
+def test_without_a_device_a_check_does_not_pass(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("syncfree_ext.syncs.session.current_gpu", lambda: None)
+    assert status("syncs", script) == 0
+    assert status("syncs", "--fail-over", 5, script) == 4
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert status("syncs", tmp_path / "none.py") == 2
+    assert status("show", tmp_path / "none.json") == 2
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    assert status("show", tmp_path / "bad.json") == 2
+    assert status("syncs", "--steps", 0, tmp_path) == 2
+
+
+def test_show_merges(draw: random.Random, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = random_report(draw)
+    for rank in range(2):
+        for row in report.rows:
+            row.ranks = [rank]
+        report.to_json(tmp_path / f"{rank}.json")
+    merged, page, picture = tmp_path / "m.json", tmp_path / "m.html", tmp_path / "m.svg"
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    assert status("show", *files, "--json", merged, "--html", page, "--svg", picture) == 0
+    assert Report.from_json(merged.read_text(encoding="utf-8")).ranks == 2
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert status("show", *files, "--fail-over", 0) == 3
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("info") == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    assert "_C.abi3.so" in out
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_packages_are_named(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from syncfree_ext.syncs.__main__ import main; main(['info'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 1
+    assert f'needs {missing}, which is not installed: pip install "syncfree_ext[syncs]"' in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_python_m(script: Path, tmp_path: Path) -> None:
+    """In a process of its own, without a stand-in for the GPU."""
+    command = [sys.executable, "-m", "syncfree_ext.syncs", "--json", str(tmp_path / "r.json"), str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert Report.from_json((tmp_path / "r.json").read_text(encoding="utf-8")).steps == 5
+
+
+def test_under_torchrun(script: Path, tmp_path: Path) -> None:
+    """Each rank is measured, and the first one merges."""
+    merged = tmp_path / "r.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "syncfree_ext.syncs", "--json", str(merged), str(script)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+    report = Report.from_json(merged.read_text(encoding="utf-8"))
+    assert (report.ranks, report.steps) == (2, 5)
+    assert not list(tmp_path.glob("syncfree-syncs-*"))
+
+
+def test_a_rank_that_never_comes_is_said(draw: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    report = random_report(draw)
+    assert runner.gather(report, runner.Ranks(1, 1, 3, "run"), patience=0.0) is None
+    merged = runner.gather(report, runner.Ranks(0, 0, 3, "run"), patience=0.0)
+    assert merged is not None
+    assert "Reports came from 2 of 3 ranks." in merged.notes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert runner.Ranks.from_environment() is None
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    ranks = runner.Ranks.from_environment()
+    assert ranks is not None
+    assert (ranks.rank, ranks.local_rank, ranks.local_count) == (5, 1, 4)
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a test file of its own with the plugin."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["syncfree_ext.syncs.pytest_plugin"]\n', encoding="utf-8")
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "test_it.py").write_text(textwrap.dedent(text), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+
+    return run
+
+
+def test_plugin(run_pytest: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    """The body is watched, fixtures are not; nothing breaks where there is no GPU; other tests are left alone."""
+    ended = run_pytest(
+        """
+        import warnings
+        import pytest
+        from syncfree_ext.syncs.internals import SYNC_WARNING
+
+        def sync():
+            warnings.warn(SYNC_WARNING, stacklevel=1)
+
+        @pytest.fixture
+        def slow_fixture(no_sync):
+            sync()
+
+        def test_waits(no_sync): sync()
+        def test_allowed(no_sync):
+            with no_sync.allow("meant"):
+                sync()
+            assert sum(no_sync.checked.allowed.values()) == 1
+        def test_fixture(slow_fixture, no_sync): pass
+        def test_without(): sync()
+        """
+    )
+    assert "1 failed, 3 passed" in ended.stdout, ended.stdout + ended.stderr
+    assert "test_it.py:7: a synchronizing operation" in ended.stdout
+
+
+def test_report_is_valid_json(script: Path, tmp_path: Path, card: None) -> None:
+    path = tmp_path / "r.json"
+    status("syncs", "--json", path, script)
+    assert json.loads(path.read_text(encoding="utf-8"))["format"] == "syncfree.syncs/1"
