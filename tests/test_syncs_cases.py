@@ -37,6 +37,11 @@ def test_marks_are_well_formed(path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("# FIND") == len(want.lines) + len(want.nodes)
 
 
+def test_the_documentation_lists_every_case() -> None:
+    listed = (sync_case.FOLDER.parent.parent / "docs" / "sync_finder.md").read_text(encoding="utf-8")
+    assert [path.stem for path in sync_case.PATHS if f"| `{path.stem}` |" not in listed] == []
+
+
 @pytest.mark.parametrize("path", CPU_CASES, ids=name)
 def test_case_on_a_simulated_card(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
