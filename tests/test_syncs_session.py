@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_gpu import FakeGpu, fake_card
-from syncfree_ext.syncs import find_syncs, internals, step
+from syncfree_ext.syncs import find_syncs, internals, no_sync, step
 
 
 def train(steps: int, *optimizers: torch.optim.Optimizer) -> None:
@@ -87,6 +87,59 @@ def test_everything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before == (
         internals.top_mode(), warnings.showwarning, list(warnings.filters), torch._C._only_lift_cpu_tensors()
     )  # fmt: skip
+
+
+def test_an_error_of_the_block_is_not_masked() -> None:
+    class Fails(FakeGpu):
+        def calibrate(self) -> None:
+            if self.calibrations:
+                raise RuntimeError("the GPU is gone")
+            super().calibrate()
+
+    with pytest.raises(KeyError), find_syncs(warmup=1, steps=5, gpu=Fails()) as report:
+        train(3, optimizer())
+        raise KeyError
+    assert "the GPU is gone" in report.notes[-1]
+    assert internals.top_mode() is None
+    with pytest.raises(RuntimeError, match="the GPU is gone"), find_syncs(warmup=1, steps=5, gpu=Fails()):
+        train(3, optimizer())
+    assert internals.top_mode() is None
+
+
+def test_what_comes_after_the_last_whole_step_does_not_count() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=5, gpu=gpu) as report:
+        clock = optimizer()
+        for _ in range(3):
+            clock.step()
+        for _ in range(10):
+            torch.ones(2).sum().item()
+    assert (report.steps, report.rows) == (2, [])
+
+
+def test_other_hooks_of_the_optimizer_go_on() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    calls = []
+    with fake_card() as gpu, find_syncs(warmup=1, steps=1, gpu=gpu):
+        handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+        train(5, optimizer())
+        handle.remove()
+    assert len(calls) == 5
+
+
+def test_inside_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finder's own waits are its own business."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    class Waits(FakeGpu):
+        def calibrate(self) -> None:
+            torch.cuda.synchronize()
+            super().calibrate()
+
+    with no_sync() as checked, find_syncs(warmup=1, steps=1, gpu=Waits()) as report:
+        for _ in range(4):
+            step()
+    assert (report.steps, sum(checked.allowed.values())) == (1, 2)
 
 
 def test_a_mode_of_the_script_may_lie_on_top() -> None:

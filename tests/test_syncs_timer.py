@@ -204,6 +204,18 @@ def test_explicit_calls_and_what_runs_inside_them() -> None:
     assert (row.kind, row.op, row.calls, row.source) == ("explicit", "Fence.wait", 1.0, "wait(Fence(), 300e-6)")
 
 
+def test_explicit_calls_of_another_thread_are_not_seen() -> None:
+    hint = Hint(Kind.EXPLICIT)
+    wait = explicit._wrapped(lambda: None, "wait", hint)
+    with fake_card() as gpu, find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+            step()
+    assert report.rows == []
+
+
 def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
     originals = [(owner, name, vars(owner).get(name)) for owner, name, _, _ in explicit._targets()]
     with fake_card() as gpu, find_syncs(warmup=0, steps=1, gpu=gpu):

@@ -12,6 +12,7 @@ import torch
 
 from . import explicit, internals
 from .collect import build, resolve_events
+from .detector import allow_sync
 from .gpu import Gpu, current_gpu
 from .report import Report
 from .sites import Frames
@@ -108,6 +109,19 @@ class find_syncs:  # noqa: N801 (used like a function)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._finish()
+        except Exception as problem:
+            # Such as a GPU that failed: the error of the block itself says more.
+            if error is None:
+                raise
+            self.report.notes.append(f"The report could not be finished after the script's error: {problem}")
+        finally:
+            self._end(call_done=False)
+            self._hooks.close()
+            self._leave_mode()
+
+    def _finish(self) -> None:
         if self._state == "measuring":
             seen = len(self._ends) - 1
             if seen == 0 and self._steps_seen == 0:
@@ -127,16 +141,13 @@ class find_syncs:  # noqa: N801 (used like a function)
                 f"Nothing was measured: the block ended in step {self._steps_seen + 1} of {self._warmup} for warm-up. "
                 "A step ends with optimizer.step or syncs.step(); warmup=0 measures from the start."
             )
-        self._end(call_done=False)
-        self._hooks.close()
-        self._leave_mode()
 
     def _now(self) -> float:
         return self._gpu.now() if self._gpu is not None else time.perf_counter()
 
     def _calibrate(self) -> None:
         if self._gpu is not None:
-            with self._timer.untimed():
+            with self._timer.untimed(), allow_sync("find_syncs ties the GPU's clock to the host's"):
                 self._gpu.calibrate()
 
     def _leave_mode(self) -> None:
@@ -165,7 +176,7 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _queue_backlog(self) -> None:
         if self._probe and self._gpu is not None:
-            with self._timer.untimed():
+            with self._timer.untimed(), allow_sync("find_syncs measures its backlog"):
                 self._gpu.backlog(self._probe)
 
     def _step_ended(self) -> None:
@@ -205,7 +216,9 @@ class find_syncs:  # noqa: N801 (used like a function)
         else:
             self._calibrate()
             self.report.device = torch.cuda.get_device_name() if self._gpu.type == "cuda" else self._gpu.type
-            timed = resolve_events(self._timer.entries, self._gpu)
+            # What came after the last whole step belongs to none.
+            entries = [entry for entry in self._timer.entries if entry.start < self._ends[-1]]
+            timed = resolve_events(entries, self._gpu)
             found = build(timed, self._ends, self._slow, int(os.environ.get("RANK", "0")))
         self._timer.entries = []
         for name in ("rows", "slow", "steps", "step_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines"):
@@ -222,7 +235,6 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._listening.close()
         self._measuring.close()
         self._leave_mode()
-        if not self._mode_is_on:
-            self._hooks.close()
+        # The hooks stay until the block ends: this may run in one, and torch is walking through them.
         if call_done and self._done is not None:
             self._done(self.report)

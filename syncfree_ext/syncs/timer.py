@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import internals
 from .gpu import Gpu
-from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, on_device, rule_of
+from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, rule_of
 from .sites import Frames, Mark, Stack
 
 SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no interest
@@ -155,7 +155,7 @@ class Timer(internals.DispatchMode):
             self._note_forward(thread, sequence, func)
         call = None
         if hint is not None or end - start >= self.slow:
-            call = self._describe(func, args, hint, thread)
+            call = self._describe(func, hint, thread)
         like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else (func, 0, False)
         self.entries.append(Entry(start, end, before, after, call, like))
         return out
@@ -166,7 +166,7 @@ class Timer(internals.DispatchMode):
             thread.lines[number] = line
         thread.sequence = sequence
 
-    def _describe(self, func: Any, args: Sequence[Any], hint: Hint | None, thread: _Thread) -> Call:
+    def _describe(self, func: Any, hint: Hint | None, thread: _Thread) -> Call:
         name = _op_name(func)
         stack = self.frames.capture(sys._getframe(2))
         if hint is None:
@@ -176,7 +176,7 @@ class Timer(internals.DispatchMode):
         self._place_in_backward(call, thread)
         if hint.kind is Kind.INSIDE and self.gpu is not None:
             now = self.gpu.allocations()
-            call.allocated = now != self._allocations and on_device(args, self.gpu.type)
+            call.allocated = now != self._allocations
             self._allocations = now
         return call
 
@@ -205,6 +205,9 @@ class Timer(internals.DispatchMode):
         gpu = self.gpu
         if not self.active or gpu is None or gpu.capturing():
             yield
+            return
+        if threading.get_ident() != self._owner and internals.current_node() is None:
+            yield  # another thread of the script, whose waits stop nobody here
             return
         thread = self._thread()
         if thread.depth:
