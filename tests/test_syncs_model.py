@@ -91,14 +91,23 @@ def test_a_wait_that_leaves_the_gpu_busy_costs_nothing() -> None:
 
 
 def test_an_allocation_blocks_the_host_and_drains_nothing() -> None:
+    """Neither does a wait for an event that lies behind: the GPU goes on while the host stands."""
     steps = [
         Step(0.0, 1e-5, 0.0, 5e-3),
         Step(1e-5, 2e-3, 5e-3, 0.0, row=0, drains=False),
         Step(2e-3, 2.01e-3, 5e-3, 1e-3),
     ]
-    queue = Queue(steps, 2.01e-3)
-    assert queue.replay(removed=()) == pytest.approx(6e-3)
-    assert queue.replay(removed=None) == pytest.approx(6e-3)  # the GPU was busy all along
+    busy = Queue(steps, 2.01e-3)
+    assert busy.replay(removed=()) == pytest.approx(6e-3)
+    assert busy.replay(removed=None) == pytest.approx(6e-3)  # the GPU was busy all along
+    host_bound = Queue([*steps, Step(2.01e-3, 8e-3, 6e-3, 1e-6)], 8e-3)
+    assert host_bound.replay(removed=()) == pytest.approx(8e-3)
+    assert host_bound.replay(removed=None) == pytest.approx(8e-3 - 1.99e-3 + LAUNCH)
+
+
+def test_work_that_was_there_before() -> None:
+    steps = [Step(0.0, 1e-5, 3e-3, 1e-3), Step(1e-5, 4.01e-3, 4e-3, 0.0, row=0)]
+    assert Queue(steps, 4.01e-3).replay(removed=()) == pytest.approx(4.01e-3)
 
 
 def test_work_that_no_op_launched_counts() -> None:

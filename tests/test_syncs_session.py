@@ -47,6 +47,20 @@ def test_marks_overrule_the_optimizer() -> None:
     assert (report.steps, [row.calls for row in report.rows]) == (3, [2.0])
 
 
+def test_lines_of_forward_are_forgotten_with_the_step() -> None:
+    w = torch.ones(2, 2, requires_grad=True)
+    finder = find_syncs(warmup=1, steps=3, gpu=FakeGpu())
+    noted = []
+    with finder:
+        for _ in range(4):
+            (w @ w).sum().backward()
+            noted.append(sum(len(thread.lines) for thread in finder._timer._threads.values()))
+            step()
+            assert not any(thread.lines for thread in finder._timer._threads.values())
+    assert noted[1:] == [noted[1]] * 3
+    assert noted[1] > 0
+
+
 def test_marks_without_a_finder_do_nothing() -> None:
     step()
 
@@ -148,8 +162,9 @@ def test_a_mode_of_the_script_may_lie_on_top() -> None:
             return func(*args, **(kwargs or {}))
 
     with fake_card() as gpu, find_syncs(warmup=1, steps=1, gpu=gpu) as report:
-        with Passes():
+        with Passes() as own:
             train(4, optimizer())
+            assert internals.top_mode() is own
         torch.ones(2)
     assert report.steps == 1
     assert internals.top_mode() is None

@@ -84,11 +84,17 @@ def test_a_slow_op_on_an_idle_gpu_is_no_wait() -> None:
 
 
 def test_a_slow_op_that_ends_with_the_gpu_now_and_then_is_no_wait() -> None:
-    """The GPU has 600 us of work left. One call returns with it, the others before."""
-    calls = iter([200e-6] * 3 + [605e-6] + [200e-6] * 9)
-    report = with_neg(lambda gpu: gpu.host(next(calls)))
+    """One call in four returns just when the GPU is done, the others before."""
+    drains = iter([False, False, True, False, False, False])
+
+    def neg(gpu: FakeGpu) -> None:
+        if next(drains):
+            gpu.drain()
+        gpu.host(200e-6 if gpu.done > gpu.time else 10e-6)
+
+    report = with_neg(neg)
     assert report.rows == []
-    assert report.slow[0].op == "aten::neg"
+    assert (report.slow[0].op, report.slow[0].calls) == ("aten::neg", 1.0)
 
 
 def test_a_wait_of_a_few_microseconds_is_no_row() -> None:
@@ -118,6 +124,42 @@ def test_a_read_counts_even_on_an_idle_gpu() -> None:
             step()
     assert [(row.kind, row.calls) for row in report.rows] == [("scalar read", 1.0)] * 2
     assert min(row.blocked_ms for row in report.rows) == pytest.approx(0.015)
+
+
+def test_costs_are_those_of_leaving_a_wait_out() -> None:
+    """Idle and savings against the simulated clock: a step with both waits, with either, and with none."""
+    work = {"aten::exp": 200e-6}
+
+    def loop(steps: int, waits: str) -> None:
+        x, total = torch.ones(3), torch.ones(())
+        for _ in range(steps):
+            for _ in range(20):
+                x.exp()
+            x.neg()  # behind the long ones, where its own time can be measured
+            if "a" in waits:
+                total.item()
+            for _ in range(60):
+                x.neg()
+            if "b" in waits:
+                total.item()
+            for _ in range(10):
+                x.neg()
+            step()
+
+    def clock(waits: str) -> float:
+        with fake_card(work, default=4e-6) as gpu:
+            loop(200, waits)
+            return (max(gpu.time, gpu.done) - 100.0) * 1e3 / 200
+
+    with fake_card(work, default=4e-6) as gpu, find_syncs(warmup=2, steps=20, gpu=gpu) as report:
+        loop(30, "ab")
+    a, b = sorted(report.rows, key=lambda row: row.line)
+    both, none = clock("ab"), clock("")
+    assert both - none > 0.3  # so that there is something to tell
+    assert report.step_ms == pytest.approx(both, rel=1e-3)
+    for row, alone, other in ((a, "a", "b"), (b, "b", "a")):
+        assert row.saves_ms == pytest.approx(both - clock(other), abs=0.1 * (both - none))
+        assert row.idle_ms == pytest.approx(clock(alone) - none, abs=0.1 * (both - none))
 
 
 def test_forward_and_backward_lines() -> None:
@@ -212,6 +254,7 @@ def test_explicit_calls_of_another_thread_are_not_seen() -> None:
             thread = threading.Thread(target=wait)
             thread.start()
             thread.join()
+            gpu.host(1e-3)
             step()
     assert report.rows == []
 
@@ -274,6 +317,7 @@ def test_other_threads_are_not_seen() -> None:
             thread = threading.Thread(target=lambda: torch.ones(2).sum().item())
             thread.start()
             thread.join()
+            gpu.host(1e-3)
             step()
     assert report.rows == []
 

@@ -130,7 +130,7 @@ class Queue:
             wait = segment.wait
             if wait is None:
                 continue
-            rest = wait.duration - wait.waited
+            rest = wait.duration - wait.waited if wait.drains else wait.duration
             gone = wait.row not in only if only is not None else removed is None or wait.row in removed
             if not gone:
                 if wait.drains:

@@ -54,7 +54,7 @@ class Call:
     allocated: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU."""
 
@@ -66,7 +66,7 @@ class Entry:
     like: Like | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Thread:
     """What the timer remembers of one thread."""
 

@@ -1,0 +1,96 @@
+"""The rules of ops that wait by their nature: which call of each waits, by its arguments alone.
+
+Meta tensors stand for those of the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from syncfree_ext.syncs import Kind
+from syncfree_ext.syncs.kinds import Counts, kind_of_unknown, rule_of
+
+aten = torch.ops.aten
+DEVICE = torch.zeros(4, device="meta")
+HOST = torch.zeros(4)
+MASK = torch.zeros(4, device="meta", dtype=torch.bool)
+LONG = torch.zeros(4, device="meta", dtype=torch.long)
+ONE = torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "kind", "counts"),
+    [
+        (aten._local_scalar_dense.default, (DEVICE,), {}, Kind.SCALAR, Counts.ALWAYS),
+        (aten._local_scalar_dense.default, (HOST,), {}, None, None),
+        (aten.equal.default, (DEVICE, DEVICE), {}, Kind.SCALAR, Counts.ALWAYS),
+        (aten.nonzero.default, (DEVICE,), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.nonzero.default, (HOST,), {}, None, None),
+        (aten._unique2.default, (DEVICE,), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.masked_select.default, (DEVICE, MASK), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.index.Tensor, (DEVICE, [MASK]), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.index.Tensor, (DEVICE, [None, MASK]), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.index.Tensor, (DEVICE, [LONG]), {}, None, None),
+        (aten.index_put_.default, (DEVICE, [MASK], DEVICE), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.index_put_.default, (DEVICE, [MASK], ONE), {}, None, None),
+        (aten.index_put_.default, (DEVICE, [LONG], DEVICE), {}, None, None),
+        (aten.repeat_interleave.Tensor, (LONG,), {}, Kind.SHAPE, Counts.ALWAYS),
+        (aten.repeat_interleave.Tensor, (LONG,), {"output_size": 8}, None, None),
+        (aten._to_copy.default, (HOST,), {"device": torch.device("meta")}, Kind.COPY, Counts.ALWAYS),
+        (aten._to_copy.default, (HOST,), {"device": "meta", "non_blocking": True}, Kind.COPY, Counts.IF_SLOW),
+        (aten._to_copy.default, (HOST,), {"dtype": torch.half}, None, None),
+        (aten._to_copy.default, (DEVICE,), {"device": "cpu"}, Kind.COPY, Counts.ALWAYS),
+        (aten._to_copy.default, (DEVICE,), {"device": "cpu", "non_blocking": True}, None, None),
+        (aten._to_copy.default, (DEVICE,), {"device": "meta"}, None, None),
+        (aten.copy_.default, (DEVICE, HOST), {}, Kind.COPY, Counts.ALWAYS),
+        (aten.copy_.default, (DEVICE, HOST, True), {}, Kind.COPY, Counts.IF_SLOW),
+        (aten.copy_.default, (HOST, DEVICE, True), {}, Kind.COPY, Counts.IF_SLOW),
+        (aten.copy_.default, (HOST, DEVICE), {"non_blocking": False}, Kind.COPY, Counts.ALWAYS),
+        (aten.copy_.default, (DEVICE, DEVICE), {}, None, None),
+        (aten.copy_.default, (HOST, HOST), {}, None, None),
+        (aten.lift_fresh.default, (DEVICE,), {}, Kind.COPY, Counts.ALWAYS),
+        (aten.lift_fresh.default, (HOST,), {}, None, None),
+        (aten.empty.memory_format, ([4],), {"pin_memory": True}, Kind.ALLOCATOR, Counts.IF_SLOW),
+        (aten.empty.memory_format, ([4],), {"pin_memory": False}, None, None),
+        (aten._pin_memory.default, (HOST,), {}, Kind.ALLOCATOR, Counts.IF_SLOW),
+    ],
+)
+def test_rules(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind | None, counts: Counts | None
+) -> None:
+    rule = rule_of(op)
+    assert rule is not None
+    hint = rule(args, kwargs, "meta")
+    assert (hint and hint.kind, hint and hint.counts) == (kind, counts)
+
+
+@pytest.mark.parametrize("op", [aten.mm.default, aten.nonzero_static.default, aten.where.self, aten.masked_fill.Scalar])
+def test_other_ops_have_no_rule(op: Any) -> None:
+    assert rule_of(op) is None
+
+
+def test_ops_without_a_schema() -> None:
+    assert rule_of(torch.ops.higher_order.cond) is None
+
+
+def test_ops_without_a_rule() -> None:
+    assert kind_of_unknown("c10d::allreduce_", False) is Kind.COLLECTIVE
+    assert kind_of_unknown("mylib::op", True) is Kind.COLLECTIVE
+    assert kind_of_unknown("mylib::op", False) is Kind.INSIDE
+
+
+@pytest.mark.cuda
+def test_pinned_memory() -> None:
+    """Pinned memory copies without a wait if it is told to, and waits if not."""
+    pinned, device = torch.zeros(4, pin_memory=True), torch.zeros(4, device="cuda")
+    rule = rule_of(aten.copy_.default)
+    assert rule is not None
+    for args in ((device, pinned, True), (pinned, device, True)):
+        assert rule(args, {}, "cuda") is None
+    for args in ((device, pinned, False), (pinned, device, False)):
+        hint = rule(args, {}, "cuda")
+        assert hint is not None
+        assert hint.detail == "pinned, but blocking"
