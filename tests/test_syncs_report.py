@@ -233,6 +233,11 @@ def test_summary_names_functions_without_a_row() -> None:
     ]
 
 
+def test_a_librarys_line_accounts_for_its_file() -> None:
+    report = Report(rows=[row(file="x/run.py", function="go", via="lib/train.py:7")], steps=1)
+    assert truth.summarise(truth.parse(TRACE, 1500), 2, report).unmatched == []
+
+
 @pytest.mark.parametrize("trace", [{}, [], {"traceEvents": 3}])
 def test_no_trace(trace: Any) -> None:
     with pytest.raises(ValueError, match="Chrome trace"):

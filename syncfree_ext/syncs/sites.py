@@ -19,7 +19,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
-_DYNAMO = _TORCH + "_dynamo" + os.sep
+_DYNAMO = (_TORCH + "_dynamo" + os.sep, _TORCH + "_compile.py")
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _ENGINE = _TORCH + os.sep.join(("autograd", "graph.py"))  # noqa: PTH118
 _STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})

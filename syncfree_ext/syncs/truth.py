@@ -112,7 +112,8 @@ def summarise(calls: Sequence[Blocking], steps: int, report: Report) -> Truth:
     """Per step, by name; and the functions in which the timer has no row."""
     truth = Truth(steps=steps)
     known = {(Path(row.file).name, _base(row.function)) for row in report.rows}
-    known |= {(Path(row.file).name, "<module>") for row in report.rows if row.function == "<module>"}
+    # Of a library's line the function is not kept: its file must do.
+    known_files = {Path(row.via.rpartition(":")[0]).name for row in report.rows if row.via}
     missing: dict[tuple[str, str], list[float]] = defaultdict(list)
     for call in calls:
         truth.calls[call.name] = truth.calls.get(call.name, 0.0) + 1 / steps
@@ -121,7 +122,7 @@ def summarise(calls: Sequence[Blocking], steps: int, report: Report) -> Truth:
         match = _FUNCTION.fullmatch(call.function) if call.function else None
         where = (Path(match["file"]).name, _base(match["name"])) if match else ("", "")
         # Calls in backward carry no Python frame of the user's: they cannot be matched, only counted.
-        if match and where not in known:
+        if match and where not in known and where[0] not in known_files:
             missing[call.name, call.function or ""].append(call.duration)
     truth.unmatched = sorted(
         ((name, where, len(times) / steps, sum(times) * 1e-3 / steps) for (name, where), times in missing.items()),
