@@ -35,11 +35,11 @@ demo: ## train a small language model with the fused head and with the plain one
 
 .PHONY: test
 test: ## run the tests (on the GPU too, if there is one)
-	@$(call python,build test); $(compile_tests); "$$py" -m pytest -m 'not slow' $(PYTEST)
+	@$(call python,build test integrations); $(compile_tests); "$$py" -m pytest -m 'not slow' $(PYTEST)
 
 .PHONY: test-cuda
 test-cuda: ## run all tests, the slow ones too, and fail where no GPU is found
-	@$(call python,build test); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
+	@$(call python,build test integrations); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
 
 .PHONY: build
 build: ## compile the libraries in place
