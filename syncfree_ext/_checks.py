@@ -7,7 +7,9 @@ anything else a ValueError. All of it can be traced by torch.compile without a g
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,15 +95,24 @@ def check_scalar_tensor(function: str, name: str, tensor: Tensor, device: torch.
 
 
 def check_number(function: str, name: str, value: object) -> None:
-    """Raise TypeError unless the value is a real number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    """Raise TypeError unless the value is a real number, Python's or NumPy's."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
 
 
 def check_integer(function: str, name: str, value: object) -> None:
-    """Raise TypeError unless the value is an integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    """Raise TypeError unless the value is an integer, Python's or NumPy's, and ValueError if 64 bits do not hold it."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{function}: {name} must be an integer, got {type(value).__name__}")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{function}: {name} must fit into 64 bits, got {value}")
+
+
+def plain_number(value: Any) -> Any:
+    """A number of NumPy as the Python number that it stands for; everything else as it is."""
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def check_at_least(function: str, name: str, value: object, least: int) -> None:

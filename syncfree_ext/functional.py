@@ -135,8 +135,10 @@ def linear_cross_entropy(
     )
     if chunk_rows is not None:
         _checks.check_at_least(name, "chunk_rows", chunk_rows, 1)
+        chunk_rows = _checks.plain_number(chunk_rows)
     if workspace_bytes is not None:
         _checks.check_at_least(name, "workspace_bytes", workspace_bytes, 1)
+        workspace_bytes = _checks.plain_number(workspace_bytes)
 
     rows = _as_matrix(input)
     flat_target = _as_sequences(target)
@@ -310,11 +312,11 @@ def _loss_options(
         "weight": weight,
         "token_weight": None if token_weight is None else _as_sequences(token_weight),
         "reduction": reduction,
-        "ignore_index": _DEFAULT_IGNORE_INDEX if ignore_index is None else ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
+        "ignore_index": _DEFAULT_IGNORE_INDEX if ignore_index is None else _checks.plain_number(ignore_index),
+        "label_smoothing": _checks.plain_number(label_smoothing),
+        "softcap": None if softcap is None else _checks.plain_number(softcap),
         "token_scaling": token_scaling,
-        "shift": shift,
+        "shift": _checks.plain_number(shift),
     }
     if isinstance(num_items, Tensor):
         _checks.check_scalar_tensor(function, "num_items", num_items, input.device)
@@ -322,14 +324,16 @@ def _loss_options(
     elif num_items is not None:
         _checks.check_number(function, "num_items", num_items)
         # A fill, whose value travels as an argument of the kernel: torch.tensor(num_items, device=...) would upload it.
-        options["num_items"] = torch.full((), num_items, dtype=torch.float64, device=input.device)
+        options["num_items"] = torch.full(
+            (), _checks.plain_number(num_items), dtype=torch.float64, device=input.device
+        )
     for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
         if isinstance(value, Tensor):
             _checks.check_scalar_tensor(function, name, value, input.device)
             options[f"{name}_tensor"] = value
         else:
             _checks.check_number(function, name, value)
-            options[name] = value
+            options[name] = _checks.plain_number(value)
     return options
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,22 @@ def test_num_items(rng: torch.Generator, device: torch.device) -> None:
             assert_close_rel(out, total / divisor, 1e-6)
             for grad, whole in zip(grads, total_grads, strict=True):
                 assert_close_rel(grad, whole / divisor, 1e-5)
+
+
+def test_numbers_of_numpy_are_numbers(rng: torch.Generator, device: torch.device) -> None:
+    """A count that was taken with NumPy is an np.int64, which is no int."""
+    x, w, target, b = small(rng, device)
+    target[::3] = 7
+    numbers = {"num_items": 9, "ignore_index": 7, "label_smoothing": 0.5, "softcap": 2.0, "logit_scale": 0.25}
+    numbers |= {"z_loss_weight": 0.5, "shift": 1, "chunk_rows": 4, "workspace_bytes": 4096}
+    expected, expected_grads = loss_and_gradients(x, w, target, b, **numbers)
+    for integer, real in ((np.int64, np.float32), (np.int32, np.float64)):
+        given = {name: (integer if isinstance(value, int) else real)(value) for name, value in numbers.items()}
+        out, grads = loss_and_gradients(x, w, target, b, **given)
+        for a, e in zip((out, *grads), (expected, *expected_grads), strict=True):
+            assert_equal(a, e)
+        num_items = {"num_items": given["num_items"], "ignore_index": given["ignore_index"]}
+        syncfree_ext.cross_entropy(x, target % x.shape[-1], **num_items)
 
 
 def test_class_weights_of_zero_for_all_targets_give_nan(rng: torch.Generator, device: torch.device) -> None:
