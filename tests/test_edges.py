@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -129,6 +128,7 @@ def test_num_items(rng: torch.Generator, device: torch.device) -> None:
 
 def test_numbers_of_numpy_are_numbers(rng: torch.Generator, device: torch.device) -> None:
     """A count that was taken with NumPy is an np.int64, which is no int."""
+    np = pytest.importorskip("numpy")
     x, w, target, b = small(rng, device)
     target[::3] = 7
     numbers = {"num_items": 9, "ignore_index": 7, "label_smoothing": 0.5, "softcap": 2.0, "logit_scale": 0.25}

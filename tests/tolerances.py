@@ -114,10 +114,8 @@ def assert_equal(out: Tensor, reference: Tensor, what: str = "") -> None:
     """Bitwise equality, NaN payloads and signs of zero included."""
     assert out.dtype == reference.dtype, f"{what}: {out.dtype}, expected {reference.dtype}"
     assert out.shape == reference.shape, f"{what}: shape {tuple(out.shape)}, expected {tuple(reference.shape)}"
-    a, b = out.detach().cpu().contiguous(), reference.detach().cpu().contiguous()
-    if a.numel() and not torch.equal(
-        a.view(torch.uint8) if a.dim() else a.reshape(1).view(torch.uint8),
-        b.view(torch.uint8) if b.dim() else b.reshape(1).view(torch.uint8),
-    ):
+    # A clone, because contiguous() leaves the stride of a single element as it is, and view() minds it.
+    a, b = (t.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format) for t in (out, reference))
+    if a.numel() and not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         different = int((a != b).sum())
         raise AssertionError(f"{what}: {different} of {a.numel()} elements differ")

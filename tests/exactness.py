@@ -1,0 +1,220 @@
+"""A call held to float64 whatever its options: tolerances that know where a difference of large numbers is small.
+
+The bounds of tolerances.py are relative to a result. Options of any sign make results out of parts that cancel: class
+weights of both signs, a smoothed target beside a flat softmax, logits x . w that are far below |x| . |w|. No arithmetic
+of finite precision is accurate relative to such a result; it is relative to the sum of the absolute values of the
+parts. So each comparison has a floor of that sum times a few units of the last place of the accumulation type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cases import Call
+from syncfree_ext import reference
+from tolerances import ROUNDOFF, Bound, assert_close_rel, assert_equal, smallest_error
+
+EXTRAS = ("z_loss", "token_accuracy", "predicted_tokens", "logsumexp")
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a call should give, all on the CPU and in float64, and how well arithmetic can know it.
+
+    `logits` [N, V], final, of the N scored rows, whose indices are `rows` and targets `target`. `spread`: a logit is
+    known to a few 2^-24 of it. `dx_floor`, `dw_floor`, `db_floor`, `loss_floor`: absolute errors in the L2 norm that no
+    accumulation in `wide` is to be blamed for.
+    """
+
+    gradients: reference.Gradients
+    logits: Tensor
+    rows: Tensor
+    target: Tensor
+    spread: float
+    wide: torch.dtype
+    loss_floor: float
+    z_floor: float
+    dx_floor: float
+    dw_floor: float
+    db_floor: float
+
+
+def _aligned(values: Tensor, shift: int, filler: float) -> Tensor:
+    out = torch.full(values.shape, filler, dtype=values.dtype)
+    if values.dim() and shift < values.shape[-1]:
+        out[..., : values.shape[-1] - shift] = values[..., shift:]
+    return (out if values.dim() else values).reshape(-1)
+
+
+def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) -> Exact:
+    """The exact result of a call on the CPU, whose products or logits are read in the dtype `compute`."""
+    compute = compute or call.input.dtype
+    o = call.options
+    x, w = call.input.detach().to(compute).double(), call.linear_weight.detach().to(compute).double()
+    if logits:
+        ref = reference.cross_entropy_gradients(x, call.target, grad_output=call.upstream, **o)
+    else:
+        ref = reference.linear_cross_entropy_gradients(
+            x, w, call.target, linear_bias=call.linear_bias, grad_output=call.upstream, **o
+        )
+    ignore = -100 if o.get("ignore_index") is None else o["ignore_index"]
+    aligned = _aligned(call.target.long(), o["shift"], ignore)
+    rows = (aligned != ignore).nonzero()[:, 0]
+    target = aligned[rows]
+    x = x.reshape(-1, x.shape[-1])[rows]
+    bias = torch.zeros(()) if call.linear_bias is None else call.linear_bias.double()
+    scale, z_weight = float(o["logit_scale"]), float(o["z_loss_weight"])
+    s = scale * (x if logits else x @ w.T + bias)
+    parts = abs(scale) * (x.abs() if logits else x.abs() @ w.abs().T + bias.abs())
+    cap = o["softcap"]
+    l = s if cap is None else cap * torch.tanh(s / cap)  # noqa: E741
+    spread = float(torch.where(parts.isfinite(), parts, 0).max()) if parts.numel() else 0.0
+    spread *= 1.0 if cap is None else 1 + 2 / cap
+
+    # The absolute parts of the gradient in the logits, the divisor and the upstream gradient included.
+    V = s.shape[1]
+    c = torch.ones(V, dtype=torch.float64) if o["weight"] is None else o["weight"].double()
+    counts, _ = reference.count_targets(
+        call.target.reshape(call.target.shape or (1,)), V, weight=o["weight"], num_items=o.get("num_items"),
+        reduction=o["reduction"], ignore_index=ignore, shift=o["shift"],
+    )  # fmt: skip
+    inv_ce, inv_z = (float(counts[i].abs()) for i in (3, 4))
+    p, lse = torch.softmax(l, 1), torch.logsumexp(l, 1)
+    own = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
+    share = o["label_smoothing"] / V
+    hit = torch.where(own > 0, (p * (1 - own)).sum(1, keepdim=True), p)
+    g = inv_ce * (
+        (1 - o["label_smoothing"]) * c[target].abs()[:, None] * hit + share * (c.abs().sum() * p + c.abs())
+    )
+    g = g + inv_z * 2 * z_weight * lse.abs()[:, None] * p
+    multiplier = torch.ones(len(rows), dtype=torch.float64)
+    if o["token_weight"] is not None:
+        multiplier = _aligned(o["token_weight"].double(), o["shift"], 0.0)[rows].abs()
+    if o["token_scaling"]:
+        multiplier = multiplier * p.gather(1, target[:, None])[:, 0]
+    upstream = call.upstream.double().abs()
+    upstream = upstream.reshape(-1)[rows] if o["reduction"] == "none" else upstream.expand(len(rows))
+    g = g * (multiplier * upstream)[:, None] * abs(scale)
+
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    unit = 2.0**-50 if wide == torch.float64 else 2.0**-21
+    grain = unit * max(1.0, spread)
+    # float16 carries |g| up to 2^10 with a spacing of 2^-24: 2^-34 of the largest factor that a row can have.
+    spacing = 2.0**-33 * float(g.amax()) if compute == torch.float16 and g.numel() else 0.0
+    if compute == torch.float16 and g.numel():
+        largest = float((multiplier * upstream).max()) if not o["token_scaling"] else float(upstream.max())
+        largest *= max(1.0, float(c.abs().max())) * abs(scale) * (2 + 256 * z_weight) * max(inv_ce, inv_z)
+        spacing = max(spacing, 2.0**-33 * largest)
+    blurred = grain * g + spacing
+
+    # Per row: how far an error of a logit moves the loss.
+    steep = inv_ce * (c[target].abs() + share * c.abs().sum()) + inv_z * 2 * z_weight * lse.abs()
+    size = inv_ce * c.abs().max() * (spread + lse.abs()) * (o["label_smoothing"] > 0) + inv_z * z_weight * lse.square()
+    nll = lse - l.gather(1, target[:, None])[:, 0]
+    size = size + inv_ce * c[target].abs() * nll * (1.0 + (spread if o["token_scaling"] else 0.0))
+    blur = multiplier * unit * (steep * max(1.0, spread) + 2 * size)
+    z_blur = multiplier * unit * inv_z * z_weight * (2 * lse.abs() * max(1.0, spread) + lse.square())
+    z_blur = z_blur * (1.0 + (spread if o["token_scaling"] else 0.0))
+    reduced = o["reduction"] != "none"
+    return Exact(
+        gradients=ref,
+        logits=l,
+        rows=rows,
+        target=target,
+        spread=max(spread, ref.logit_max),
+        wide=wide,
+        loss_floor=float(blur.sum() if reduced else blur.norm()) + 1e-30,
+        z_floor=float(z_blur.sum() if reduced else z_blur.norm()) + 1e-30,
+        dx_floor=float((blurred if logits else blurred @ w.abs()).norm()) + 1e-30,
+        dw_floor=0.0 if logits else float((blurred.T @ x.abs()).norm()) + 1e-30,
+        db_floor=float(blurred.sum(0).norm()) + 1e-30,
+    )
+
+
+def check_values(call: Call, e: Exact, out: Any, compute: torch.dtype | None = None) -> None:
+    """Loss and extras, whichever are there, of a call on any device."""
+    compute = compute or call.input.dtype
+    expected = e.gradients.output
+    loss = out if isinstance(out, Tensor) else out.loss
+    assert loss.dtype == e.wide
+    # The losses of half-precision products may come from rounded terms: 1e-4, of the sum of their absolute values.
+    relative = 1e-4 if compute in (torch.bfloat16, torch.float16) else 1e-6 if e.wide == torch.float32 else 1e-12
+    loose = 2.0**21 * relative if e.wide == torch.float32 else 1.0
+    assert_close_rel(loss, expected.loss, relative, max(1.0, loose) * e.loss_floor, "loss")
+    if isinstance(out, Tensor):
+        return
+    for name in EXTRAS:
+        if getattr(out, name) is not None:
+            assert not getattr(out, name).requires_grad
+    if out.z_loss is not None:
+        assert out.z_loss.dtype == e.wide
+        assert_close_rel(out.z_loss, expected.z_loss, relative, max(1.0, loose) * e.z_floor, "z_loss")
+    if out.logsumexp is not None:
+        unit = 2.0**-50 if e.wide == torch.float64 else 2.0**-21
+        floor = unit * max(1.0, e.spread) * math.sqrt(max(1, len(e.rows)))
+        assert_close_rel(out.logsumexp, expected.logsumexp, unit, floor, "logsumexp")
+    _check_argmax(call, e, out)
+
+
+def _check_argmax(call: Call, e: Exact, out: Any) -> None:
+    best = e.logits.argmax(1) if e.logits.numel() else e.target
+    error = (2.0**-49 if e.wide == torch.float64 else 2.0**-20) * max(1.0, e.spread)
+    at_best = e.logits.gather(1, best[:, None])[:, 0]
+    if out.predicted_tokens is not None:
+        predicted = out.predicted_tokens.cpu().reshape(-1)
+        assert predicted.dtype == torch.int64
+        ignored = torch.ones(predicted.shape, dtype=torch.bool)
+        ignored[e.rows] = False
+        assert_equal(predicted == -1, ignored, "predicted_tokens of ignored rows")
+        # Another class is right where its logit is equal to within its error.
+        ours = e.logits.gather(1, predicted[e.rows][:, None])[:, 0]
+        assert not bool((at_best - ours > error).any()), "predicted a class that is not the best"
+    if out.token_accuracy is not None:
+        assert out.token_accuracy.dtype == torch.float32
+        at_target = e.logits.gather(1, e.target[:, None])[:, 0]
+        others = e.logits.scatter(1, e.target[:, None], -math.inf).amax(1)
+        sure = (at_target > others + error).double()
+        possible = (at_target >= others - error).double()
+        got = out.token_accuracy.double().cpu().reshape(-1)
+        if call.options["reduction"] == "none":
+            assert bool((got[e.rows] >= sure).all())
+            assert bool((got[e.rows] <= possible).all())
+            assert float(got.sum()) == float(got[e.rows].sum())
+        else:
+            n = max(1, len(e.rows))
+            assert float(sure.sum()) / n - 1e-6 <= float(got) <= float(possible.sum()) / n + 1e-6
+
+
+def check_gradients(
+    call: Call, e: Exact, grads: tuple[Tensor | None, ...], trainable: str, compute: torch.dtype | None = None
+) -> None:
+    """The gradients of the leaves named in trainable; those of the others are None."""
+    compute = compute or call.input.dtype
+    upstream = abs(float(call.upstream.reshape(-1)[0])) if call.upstream.numel() else 1.0
+    exact_upstream = call.options["reduction"] == "none" or math.frexp(upstream)[0] in (0.0, 0.5)
+    bound = Bound(compute, e.spread, exact_upstream)
+    ref = e.gradients
+    for name, leaf, grad, expected, noise, floor in (
+        ("x", call.input, grads[0], ref.dx, ref.dx_noise, e.dx_floor),
+        ("w", call.linear_weight, grads[1], ref.dw, ref.dw_noise, e.dw_floor),
+        ("b", call.linear_bias, grads[2], ref.db, ref.db_noise, e.db_floor),
+    ):
+        if leaf is None or name not in trainable:
+            assert grad is None, f"d{name} of a frozen leaf"
+            continue
+        assert grad is not None, f"no d{name}"
+        assert grad.dtype == leaf.dtype
+        assert expected is not None
+        expected = expected.view(leaf.shape)
+        norm = float(expected.norm())
+        tol = bound.of(grad.dtype, noise, norm) if math.isfinite(noise) else 0.0
+        if name == "x" and compute != leaf.dtype:
+            tol += ROUNDOFF[compute]  # on its way through the cast that autocast made
+        stored = compute if name in "xw" else grad.dtype
+        floor += smallest_error(stored, grad.numel()) + smallest_error(grad.dtype, grad.numel())
+        assert_close_rel(grad, expected, tol, floor, f"d{name}")
