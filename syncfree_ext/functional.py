@@ -324,9 +324,7 @@ def _loss_options(
     elif num_items is not None:
         _checks.check_number(function, "num_items", num_items)
         # A fill, whose value travels as an argument of the kernel: torch.tensor(num_items, device=...) would upload it.
-        options["num_items"] = torch.full(
-            (), _checks.plain_number(num_items), dtype=torch.float64, device=input.device
-        )
+        options["num_items"] = torch.full((), _checks.plain_number(num_items), dtype=torch.float64, device=input.device)
     for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
         if isinstance(value, Tensor):
             _checks.check_scalar_tensor(function, name, value, input.device)

@@ -88,9 +88,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     own = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
     share = o["label_smoothing"] / V
     hit = torch.where(own > 0, (p * (1 - own)).sum(1, keepdim=True), p)
-    g = inv_ce * (
-        (1 - o["label_smoothing"]) * c[target].abs()[:, None] * hit + share * (c.abs().sum() * p + c.abs())
-    )
+    g = inv_ce * ((1 - o["label_smoothing"]) * c[target].abs()[:, None] * hit + share * (c.abs().sum() * p + c.abs()))
     g = g + inv_z * 2 * z_weight * lse.abs()[:, None] * p
     multiplier = torch.ones(len(rows), dtype=torch.float64)
     if o["token_weight"] is not None:

@@ -1,7 +1,8 @@
 """Calls for the property tests: strategies of hypothesis over the whole option space, and what they are built into.
 
-A case is a dict of plain values, which hypothesis shrinks and prints; its tensors follow from its seed. How many cases a
-test draws is set by SYNCFREE_EXAMPLES, which ones by SYNCFREE_SEED, which the header of a session shows.
+A case is a dict of plain values, which hypothesis shrinks and prints; its tensors follow from its seed. How many cases
+a test draws is set by SYNCFREE_EXAMPLES, which ones by SYNCFREE_SEED, which the header of a session shows. With
+SYNCFREE_SHRINK=0 the first failure is shown as it is, without the search for a smaller one, which can take minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 _LAYOUTS = ("contiguous", "transposed", "strided", "offset", "pitched")
 _DATA = ("unit", "confident", "trained", "outliers", "far", "large", "equal", "zero")
+_SHRINK = os.environ.get("SYNCFREE_SHRINK", "1") not in ("", "0")
 _SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -35,6 +37,7 @@ def property_test(case: st.SearchStrategy[Any], examples: int) -> Callable[[Test
         settings = hypothesis.settings(
             max_examples=int(os.environ.get("SYNCFREE_EXAMPLES", examples)),
             deadline=None,
+            phases=tuple(hypothesis.Phase) if _SHRINK else (hypothesis.Phase.generate,),
             database=None,
             print_blob=False,
             # The fixtures hold nothing but the device; a machine with a GPU is slow on its first call.
@@ -256,7 +259,7 @@ def linear_call(case: dict[str, Any], dtype: torch.dtype) -> Call:
 
 
 def logits_call(case: dict[str, Any], dtype: torch.dtype) -> Call:
-    """The call of a logits_cases() case, on the CPU: its input are the logits, and its linear_weight has no elements."""
+    """The call of a logits_cases() case, on the CPU: its input is the logits, its linear_weight has no elements."""
     rng = torch.Generator().manual_seed(case["seed"])
     shape, v = case["shape"], case["v"]
     target = torch.randint(0, v, shape, generator=rng)

@@ -1,4 +1,4 @@
-"""The adapters that put this library in the place of others in their tests (docs/peer_suites.md), and PyTorch's samples."""
+"""The adapters that put this library in the place of others in their tests, and PyTorch's samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_recorded() -> None:
     liger_adapter.Recorder.current = liger_adapter.Recorder()
 
 
-# -------------------------------------------------------------------------------------------------------- Liger's arguments
+# ---------------------------------------------------------------------------------------------------- Liger's arguments
 
 
 @pytest.mark.parametrize("more", [(), (None, "auto"), (None, "auto", 1)], ids=["15", "17", "18"])
@@ -121,7 +121,7 @@ def test_recording_changes_no_gradient(rng: torch.Generator, device: torch.devic
     assert_equal(record.gradients["x"][0], kept)
 
 
-# -------------------------------------------------------------------------------------------------------- a checkout of it
+# ----------------------------------------------------------------------------------------------------- a checkout of it
 
 FUNCTION = "class LigerFusedLinearCrossEntropyFunction:\n    apply = None\n"
 CHECKOUT = {
@@ -211,7 +211,7 @@ def test_runner_on_a_checkout(wrong: bool, tmp_path: Path) -> None:
         assert "FAILED: test_that_fails" in done.stdout
 
 
-# ------------------------------------------------------------------------------------------------------- PyTorch's samples
+# ---------------------------------------------------------------------------------------------------- PyTorch's samples
 
 needs_samples = pytest.mark.skipif(not torch_samples.available(), reason="the samples come with torch 2.13")
 
@@ -221,7 +221,9 @@ needs_samples = pytest.mark.skipif(not torch_samples.available(), reason="the sa
 @pytest.mark.parametrize("variant", [*torch_samples.VARIANTS, "module"])
 def test_samples_of_pytorch(variant: str, dtype: torch.dtype, rng: torch.Generator) -> None:
     """A part of them, another in each session; all of them: run.py torch."""
-    samples = torch_samples.module_samples(dtype) if variant == "module" else torch_samples.function_samples(variant, dtype)
+    samples = (
+        torch_samples.module_samples(dtype) if variant == "module" else torch_samples.function_samples(variant, dtype)
+    )
     step = 16 if variant == "module" else 6
     tally = torch_samples.Tally()
     for sample in itertools.islice(samples, int(torch.randint(0, step, (), generator=rng)), None, step):

@@ -1,4 +1,4 @@
-"""What was reported against other fused losses, where no other test file asks for it. docs/reports.md lists them all."""
+"""What was reported against other fused losses, where no other test file asks for it. docs/reports.md lists all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def tensors_of(name: str, bt: int, v: int, device: torch.device) -> dict[str, Te
 TENSOR_OPTIONS = ("class weights", "token weights", "num_items", "schedules")
 
 
-# ---------------------------------------------------------------------------------------------------------- the document
+# --------------------------------------------------------------------------------------------------------- the document
 
 
 def test_the_list_of_reports_names_tests_that_exist() -> None:
@@ -82,7 +83,7 @@ def test_every_report_has_a_link_and_a_test_or_a_reason() -> None:
         assert test != "—" or ours.startswith("does not apply: "), row
 
 
-# ------------------------------------------------------------------------------------------------------------- the values
+# ----------------------------------------------------------------------------------------------------------- the values
 
 
 @pytest.mark.parametrize("v", [1, 17, 123, 4099, 32769])
@@ -168,7 +169,9 @@ def test_class_weights_in_half_precision_are_summed_in_full(rng: torch.Generator
     x, w, target, _ = small(rng, device, 5, 3, v)
     expected, _ = loss_and_gradients(x, w, target, label_smoothing=0.1)
     for dtype in (torch.float16, torch.bfloat16):
-        loss, _ = loss_and_gradients(x, w, target, label_smoothing=0.1, weight=torch.ones(v, device=device, dtype=dtype))
+        loss, _ = loss_and_gradients(
+            x, w, target, label_smoothing=0.1, weight=torch.ones(v, device=device, dtype=dtype)
+        )
         assert_close_rel(loss, expected, 1e-6)
 
 
@@ -186,7 +189,7 @@ def test_a_sum_of_many_rows_in_float16_does_not_overflow(rng: torch.Generator, d
     assert summed.isfinite()
 
 
-# --------------------------------------------------------------------------------------------------- training around a loss
+# ----------------------------------------------------------------------------------------------- training around a loss
 
 
 def test_backward_needs_no_weight_of_a_mean(rng: torch.Generator, device: torch.device) -> None:
@@ -219,9 +222,7 @@ def test_a_batch_without_targets_trains_with_the_others(rng: torch.Generator, de
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_target_out_of_range_is_found_under_compile(
-    backend: str, rng: torch.Generator, device: torch.device
-) -> None:
+def test_a_target_out_of_range_is_found_under_compile(backend: str, rng: torch.Generator, device: torch.device) -> None:
     if backend == "inductor" and device.type == "cpu":
         backend = "eager"  # inductor compiles no kernel for this graph; its C++ toolchain may be missing
     torch._dynamo.reset()
@@ -243,7 +244,7 @@ def test_a_target_out_of_range_is_found_under_compile(
     torch._dynamo.reset()
 
 
-# ----------------------------------------------------------------------------------------------------------- on the device
+# -------------------------------------------------------------------------------------------------------- on the device
 
 
 def _problem(device: torch.device, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -272,23 +273,29 @@ def _options(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, A
     return options
 
 
+def _steps(name: str, dtype: torch.dtype, bias: bool, device: torch.device) -> Callable[[], None]:
+    """Both losses, forward and backward, with two upstream gradients; all tensors are there before they run."""
+    x, w, target, b = _problem(device, dtype, bias)
+    options = _options(name, device, dtype)
+    rest = {key: value for key, value in options.items() if key not in ("chunk_rows", "accum_dtype")}
+    upstreams = [torch.tensor(1.0, device=device), torch.tensor(0.5, device=device)]
+
+    def steps() -> None:
+        for upstream in upstreams:
+            _step(x, w, target, b, upstream, options)
+        logits = F.linear(x, w, None if b is None else b.to(dtype))
+        out = syncfree_ext.cross_entropy(logits, target, **rest)
+        (out if isinstance(out, Tensor) else out.loss).sum().backward()
+
+    return steps
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_no_option_waits_for_the_device(dtype: torch.dtype, device: torch.device) -> None:
     mode = torch.cuda.get_sync_debug_mode()
     for name, bias in itertools.product((*OPTIONS, *TENSOR_OPTIONS), (False, True)):
-        x, w, target, b = _problem(device, dtype, bias)
-        options = _options(name, device, dtype)
-        rest = {key: value for key, value in options.items() if key not in ("chunk_rows", "accum_dtype")}
-        upstreams = [torch.tensor(1.0, device=device), torch.tensor(0.5, device=device)]
-
-        def steps() -> None:
-            for upstream in upstreams:
-                _step(x, w, target, b, upstream, options)
-            logits = F.linear(x, w, None if b is None else b.to(dtype))
-            out = syncfree_ext.cross_entropy(logits, target, **rest)
-            (out if isinstance(out, Tensor) else out.loss).sum().backward()
-
+        steps = _steps(name, dtype, bias, device)
         steps()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -1,8 +1,8 @@
 """A pytest plugin that puts this library in the place of Liger-Kernel's losses in Liger's own tests.
 
-Loaded by run.py with `-p liger_plugin`, in a checkout of Liger-Kernel. Before any test module is imported it rebinds the
-Functions where Liger looks them up. Liger's Triton Function stays where the CuTe suite takes its oracle from. After each
-test, the calls that it made are held to float64.
+Loaded by run.py with `-p liger_plugin`, in a checkout of Liger-Kernel. Before any test module is imported it rebinds
+the Functions where Liger looks them up. Liger's Triton Function stays where the CuTe suite takes its oracle from. After
+each test, the calls that it made are held to float64.
 
 What a test needs beside a loss and what is not installed (transformers, tokenizers, the packages of the other backends)
 is stood in for by an empty module: the files run here import them, and use nothing of them.
@@ -111,7 +111,7 @@ def substitute() -> None:
     ops = importlib.import_module("liger_kernel.ops")
     ops.LigerFusedLinearCrossEntropyFunction = FusedLinearCrossEntropyFunction
     ops.LigerCrossEntropyFunction = CrossEntropyFunction
-    # Imported after the two lines above, they have bound what stands there; if something imported them before, they not.
+    # These have bound what stands there, unless something imported them before the two lines above.
     for name in ("functional", "fused_linear_cross_entropy", "cross_entropy"):
         module = importlib.import_module(f"liger_kernel.transformers.{name}")
         for bound in ("LigerFusedLinearCrossEntropyFunction", "LigerCrossEntropyFunction"):

@@ -79,13 +79,23 @@ def _report(results: list[dict[str, str]]) -> int:
         )
         wrong = [row for row in rows if row["float64"].startswith("WRONG")]
         checked = sum(int(row["float64"].split()[0]) for row in rows if row["float64"].endswith("calls"))
-        values = (len(rows), counts["passed"], counts["deviate"], counts["failed"], counts["skipped"], checked, len(wrong))
+        values = (
+            len(rows),
+            counts["passed"],
+            counts["deviate"],
+            counts["failed"],
+            counts["skipped"],
+            checked,
+            len(wrong),
+        )
         table.add_row(file, *map(str, values))
         bad += counts["failed"] + len(wrong)
     console.print(table)
     for row in results:
         if row["outcome"] == "failed":
-            console.print(f"{'deviates' if row['deviation'] else 'FAILED'}: {row['name']}: {row['deviation'] or row['why']}")
+            console.print(
+                f"{'deviates' if row['deviation'] else 'FAILED'}: {row['name']}: {row['deviation'] or row['why']}"
+            )
         if row["float64"].startswith("WRONG"):
             console.print(f"{row['float64']}: {row['name']}")
         if row["deviation"] and row["outcome"] == "passed":
