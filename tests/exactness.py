@@ -24,11 +24,11 @@ EXTRAS = ("z_loss", "token_accuracy", "predicted_tokens", "logsumexp")
 
 @dataclass(frozen=True)
 class Exact:
-    """What a call should give, all on the CPU and in float64, and how well arithmetic can know it.
+    """What a call should give, in float64 and on the device of its tensors, and how well arithmetic can know it.
 
     `logits` [N, V], final, of the N scored rows, whose indices are `rows` and targets `target`. `spread`: a logit is
-    known to a few 2^-24 of it. `dx_floor`, `dw_floor`, `db_floor`, `loss_floor`: absolute errors in the L2 norm that no
-    accumulation in `wide` is to be blamed for.
+    known to a few 2^-24 of it. `loss_size`: the absolute values of what the loss adds up. The floors: absolute errors, in
+    the L2 norm, that no accumulation in `wide` is to be blamed for.
     """
 
     gradients: reference.Gradients
@@ -37,6 +37,7 @@ class Exact:
     target: Tensor
     spread: float
     wide: torch.dtype
+    loss_size: float
     loss_floor: float
     z_floor: float
     dx_floor: float
@@ -45,14 +46,14 @@ class Exact:
 
 
 def _aligned(values: Tensor, shift: int, filler: float) -> Tensor:
-    out = torch.full(values.shape, filler, dtype=values.dtype)
+    out = torch.full(values.shape, filler, dtype=values.dtype, device=values.device)
     if values.dim() and shift < values.shape[-1]:
         out[..., : values.shape[-1] - shift] = values[..., shift:]
     return (out if values.dim() else values).reshape(-1)
 
 
 def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) -> Exact:
-    """The exact result of a call on the CPU, whose products or logits are read in the dtype `compute`."""
+    """The exact result of a call, whose products or logits are read in the dtype `compute`."""
     compute = compute or call.input.dtype
     o = call.options
     x, w = call.input.detach().to(compute).double(), call.linear_weight.detach().to(compute).double()
@@ -67,7 +68,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     rows = (aligned != ignore).nonzero()[:, 0]
     target = aligned[rows]
     x = x.reshape(-1, x.shape[-1])[rows]
-    bias = torch.zeros(()) if call.linear_bias is None else call.linear_bias.double()
+    bias = x.new_zeros(()) if call.linear_bias is None else call.linear_bias.double()
     scale, z_weight = float(o["logit_scale"]), float(o["z_loss_weight"])
     s = scale * (x if logits else x @ w.T + bias)
     parts = abs(scale) * (x.abs() if logits else x.abs() @ w.abs().T + bias.abs())
@@ -78,7 +79,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
 
     # The absolute parts of the gradient in the logits, the divisor and the upstream gradient included.
     V = s.shape[1]
-    c = torch.ones(V, dtype=torch.float64) if o["weight"] is None else o["weight"].double()
+    c = s.new_ones(V) if o["weight"] is None else o["weight"].double()
     counts, _ = reference.count_targets(
         call.target.reshape(call.target.shape or (1,)), V, weight=o["weight"], num_items=o.get("num_items"),
         reduction=o["reduction"], ignore_index=ignore, shift=o["shift"],
@@ -90,7 +91,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     hit = torch.where(own > 0, (p * (1 - own)).sum(1, keepdim=True), p)
     g = inv_ce * ((1 - o["label_smoothing"]) * c[target].abs()[:, None] * hit + share * (c.abs().sum() * p + c.abs()))
     g = g + inv_z * 2 * z_weight * lse.abs()[:, None] * p
-    multiplier = torch.ones(len(rows), dtype=torch.float64)
+    multiplier = s.new_ones(len(rows))
     if o["token_weight"] is not None:
         multiplier = _aligned(o["token_weight"].double(), o["shift"], 0.0)[rows].abs()
     if o["token_scaling"]:
@@ -115,7 +116,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     size = inv_ce * c.abs().max() * (spread + lse.abs()) * (o["label_smoothing"] > 0) + inv_z * z_weight * lse.square()
     nll = lse - l.gather(1, target[:, None])[:, 0]
     size = size + inv_ce * c[target].abs() * nll * (1.0 + (spread if o["token_scaling"] else 0.0))
-    blur = multiplier * unit * (steep * max(1.0, spread) + 2 * size)
+    size, blur = multiplier * size, multiplier * unit * steep * max(1.0, spread)
     z_blur = multiplier * unit * inv_z * z_weight * (2 * lse.abs() * max(1.0, spread) + lse.square())
     z_blur = z_blur * (1.0 + (spread if o["token_scaling"] else 0.0))
     reduced = o["reduction"] != "none"
@@ -126,6 +127,7 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
         target=target,
         spread=max(spread, ref.logit_max),
         wide=wide,
+        loss_size=float(size.sum() if reduced else size.norm()),
         loss_floor=float(blur.sum() if reduced else blur.norm()) + 1e-30,
         z_floor=float(z_blur.sum() if reduced else z_blur.norm()) + 1e-30,
         dx_floor=float((blurred if logits else blurred @ w.abs()).norm()) + 1e-30,
@@ -142,8 +144,7 @@ def check_values(call: Call, e: Exact, out: Any, compute: torch.dtype | None = N
     assert loss.dtype == e.wide
     # The losses of half-precision products may come from rounded terms: 1e-4, of the sum of their absolute values.
     relative = 1e-4 if compute in (torch.bfloat16, torch.float16) else 1e-6 if e.wide == torch.float32 else 1e-12
-    loose = 2.0**21 * relative if e.wide == torch.float32 else 1.0
-    assert_close_rel(loss, expected.loss, relative, max(1.0, loose) * e.loss_floor, "loss")
+    assert_close_rel(loss, expected.loss, relative, e.loss_floor + relative * e.loss_size, "loss")
     if isinstance(out, Tensor):
         return
     for name in EXTRAS:
@@ -151,7 +152,7 @@ def check_values(call: Call, e: Exact, out: Any, compute: torch.dtype | None = N
             assert not getattr(out, name).requires_grad
     if out.z_loss is not None:
         assert out.z_loss.dtype == e.wide
-        assert_close_rel(out.z_loss, expected.z_loss, relative, max(1.0, loose) * e.z_floor, "z_loss")
+        assert_close_rel(out.z_loss, expected.z_loss, relative, e.z_floor, "z_loss")
     if out.logsumexp is not None:
         unit = 2.0**-50 if e.wide == torch.float64 else 2.0**-21
         floor = unit * max(1.0, e.spread) * math.sqrt(max(1, len(e.rows)))
@@ -164,9 +165,9 @@ def _check_argmax(call: Call, e: Exact, out: Any) -> None:
     error = (2.0**-49 if e.wide == torch.float64 else 2.0**-20) * max(1.0, e.spread)
     at_best = e.logits.gather(1, best[:, None])[:, 0]
     if out.predicted_tokens is not None:
-        predicted = out.predicted_tokens.cpu().reshape(-1)
+        predicted = out.predicted_tokens.to(e.rows.device).reshape(-1)
         assert predicted.dtype == torch.int64
-        ignored = torch.ones(predicted.shape, dtype=torch.bool)
+        ignored = torch.ones_like(predicted, dtype=torch.bool)
         ignored[e.rows] = False
         assert_equal(predicted == -1, ignored, "predicted_tokens of ignored rows")
         # Another class is right where its logit is equal to within its error.
@@ -178,7 +179,7 @@ def _check_argmax(call: Call, e: Exact, out: Any) -> None:
         others = e.logits.scatter(1, e.target[:, None], -math.inf).amax(1)
         sure = (at_target > others + error).double()
         possible = (at_target >= others - error).double()
-        got = out.token_accuracy.double().cpu().reshape(-1)
+        got = out.token_accuracy.double().to(e.rows.device).reshape(-1)
         if call.options["reduction"] == "none":
             assert bool((got[e.rows] >= sure).all())
             assert bool((got[e.rows] <= possible).all())

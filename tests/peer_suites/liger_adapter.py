@@ -18,6 +18,9 @@ import syncfree_ext
 from cases import Call
 from exactness import check_gradients, check_values, exact
 
+# Above that, float64 takes seconds a call and tens of GB.
+LARGEST = 2**26
+
 # In the order of LigerFusedLinearCrossEntropyFunction.apply. What newer versions append chooses an implementation.
 LINEAR_ARGUMENTS: dict[str, Any] = {
     "input": None,
@@ -76,6 +79,12 @@ class _Record:
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     upstreams: list[Tensor] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """How many logits there are."""
+        rows = self.call.target.numel()
+        return rows * (self.call.input.shape[-1] if self.logits else self.call.linear_weight.shape[0])
+
 
 @dataclass
 class Recorder:
@@ -85,11 +94,12 @@ class Recorder:
     current: ClassVar[Recorder]
 
     def check(self) -> int:
-        """Hold all recorded calls to float64 and forget them; how many there were."""
+        """Hold the recorded calls to float64, those of at most LARGEST logits, and forget them; how many were held."""
         calls, self.calls = self.calls, []
-        for record in calls:
+        held = [record for record in calls if record.size <= LARGEST]
+        for record in held:
             _check(record)
-        return len(calls)
+        return len(held)
 
     def record(self, call: Call, out: Any, leaves: dict[str, Tensor], compute: torch.dtype, logits: bool) -> None:
         """Keep the call, and from now on the upstream gradient and those of the aliased leaves."""
@@ -116,28 +126,28 @@ Recorder.current = Recorder()
 def _check(record: _Record) -> None:
     """The first backward of the call; later ones must be its bits times the upstream gradient, which others test."""
 
-    def home(t: Any) -> Any:
-        return t.detach().cpu() if isinstance(t, Tensor) else t
+    def plain(t: Any) -> Any:
+        return t.detach() if isinstance(t, Tensor) else t
 
     call = record.call
-    options = {name: home(value) for name, value in call.options.items()}
-    scored = Call(home(call.input), home(call.linear_weight), home(call.target), home(call.linear_bias), options, None)  # type: ignore[arg-type]
+    options = {name: plain(value) for name, value in call.options.items()}
+    scored = Call(plain(call.input), plain(call.linear_weight), plain(call.target), plain(call.linear_bias), options, None)  # type: ignore[arg-type]
     ignored = scored.target == (-100 if options.get("ignore_index") is None else options["ignore_index"])
     classes = scored.input.shape[-1] if record.logits else scored.linear_weight.shape[0]
     if bool(((scored.target < 0) | (scored.target >= classes))[~ignored].any()):
         assert not bool(record.out.loss.isfinite().all()), "a target out of range went unnoticed"
         return
     shape = record.out.loss.shape
-    upstream = home(record.upstreams[0]) if record.upstreams else torch.ones(shape)
+    upstream = record.upstreams[0] if record.upstreams else torch.ones(shape, device=record.out.loss.device)
     wide = torch.float64 if record.compute == torch.float64 else torch.float32
     scored.upstream = upstream.to(wide).expand(shape)
     e = exact(scored, record.compute, record.logits)
     if not bool(e.gradients.output.loss.isfinite().all()):
         return
-    out = type(record.out)(*(home(value) for value in record.out))
+    out = type(record.out)(*(plain(value) for value in record.out))
     check_values(scored, e, out, record.compute)
     if record.upstreams:
-        grads = tuple(home(record.gradients.get(name, [None])[0]) for name in "xwb")
+        grads = tuple(plain(record.gradients.get(name, [None])[0]) for name in "xwb")
         check_gradients(scored, e, grads, record.trainable, record.compute)  # type: ignore[arg-type]
 
 
