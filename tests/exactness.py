@@ -27,8 +27,8 @@ class Exact:
     """What a call should give, in float64 and on the device of its tensors, and how well arithmetic can know it.
 
     `logits` [N, V], final, of the N scored rows, whose indices are `rows` and targets `target`. `spread`: a logit is
-    known to a few 2^-24 of it. `loss_size`: the absolute values of what the loss adds up. The floors: absolute errors, in
-    the L2 norm, that no accumulation in `wide` is to be blamed for.
+    known to a few 2^-24 of it. `loss_size`: the absolute values of what the loss adds up. The floors: absolute errors,
+    in the L2 norm, that no accumulation in `wide` is to be blamed for.
     """
 
     gradients: reference.Gradients
@@ -52,6 +52,99 @@ def _aligned(values: Tensor, shift: int, filler: float) -> Tensor:
     return (out if values.dim() else values).reshape(-1)
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """The scored rows of a call, in float64: what its loss and the gradient of its logits are made of."""
+
+    logits: Tensor
+    p: Tensor
+    lse: Tensor
+    target: Tensor
+    weight: Tensor  # c, ones without class weights
+    factor: Tensor  # |token weight|, times p_t with token scaling
+    upstream: Tensor  # absolute
+    inv_ce: float
+    inv_z: float
+    smoothing: float
+    z_weight: float
+    scale: float
+    token_scaling: bool
+    spread: float
+
+    def gradient_parts(self) -> Tensor:
+        """The sum of the absolute parts of each entry of the gradient of the logits."""
+        own = torch.zeros_like(self.p).scatter_(1, self.target[:, None], 1.0)
+        hit = torch.where(own > 0, (self.p * (1 - own)).sum(1, keepdim=True), self.p)
+        c, share = self.weight.abs(), self.smoothing / len(self.weight)
+        g = self.inv_ce * ((1 - self.smoothing) * c[self.target][:, None] * hit + share * (c.sum() * self.p + c))
+        g = g + self.inv_z * 2 * self.z_weight * self.lse.abs()[:, None] * self.p
+        return g * (self.factor * self.upstream)[:, None] * abs(self.scale)
+
+    def half_spacing(self, parts: Tensor) -> float:
+        """float16 carries |g| up to 2^10 with a spacing of 2^-24: 2^-34 of the largest factor that a row can have."""
+        if not parts.numel():
+            return 0.0
+        largest = float((self.upstream if self.token_scaling else self.factor * self.upstream).max())
+        largest *= max(1.0, float(self.weight.abs().max())) * abs(self.scale) * (2 + 256 * self.z_weight)
+        return 2.0**-33 * max(float(parts.amax()), largest * max(self.inv_ce, self.inv_z))
+
+    def loss_parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: the absolute parts of its loss, and what the error of a logit does to it and to its z part."""
+        c, share = self.weight.abs(), self.smoothing / len(self.weight)
+        own, lse = c[self.target], self.lse.abs()
+        # An error of a logit changes p_t by as much relative to p_t.
+        scaled = 1.0 + (self.spread if self.token_scaling else 0.0)
+        nll = self.lse - self.logits.gather(1, self.target[:, None])[:, 0]
+        size = self.inv_ce * own * nll * scaled + self.inv_z * self.z_weight * lse.square()
+        if self.smoothing > 0:
+            size = size + self.inv_ce * c.max() * (self.spread + lse)
+        known = max(1.0, self.spread)
+        z_slope = self.inv_z * self.z_weight * 2 * lse
+        blur = (self.inv_ce * (own + share * c.sum()) + z_slope) * known
+        z_blur = (z_slope * known + self.inv_z * self.z_weight * lse.square()) * scaled
+        return self.factor * size, self.factor * blur, self.factor * z_blur
+
+
+def _scored(call: Call, x: Tensor, w: Tensor, rows: Tensor, target: Tensor, ignore: int, logits: bool) -> _Scored:
+    o = call.options
+    bias = x.new_zeros(()) if call.linear_bias is None else call.linear_bias.double()
+    scale = float(o["logit_scale"])
+    s = scale * (x if logits else x @ w.T + bias)
+    parts = abs(scale) * (x.abs() if logits else x.abs() @ w.abs().T + bias.abs())
+    cap = o["softcap"]
+    final = s if cap is None else cap * torch.tanh(s / cap)
+    spread = float(torch.where(parts.isfinite(), parts, 0).max()) if parts.numel() else 0.0
+    weight = s.new_ones(s.shape[1]) if o["weight"] is None else o["weight"].double()
+    counts, _ = reference.count_targets(
+        call.target.reshape(call.target.shape or (1,)), s.shape[1], weight=o["weight"], num_items=o.get("num_items"),
+        reduction=o["reduction"], ignore_index=ignore, shift=o["shift"],
+    )  # fmt: skip
+    p = torch.softmax(final, 1)
+    factor = s.new_ones(len(rows))
+    if o["token_weight"] is not None:
+        factor = _aligned(o["token_weight"].double(), o["shift"], 0.0)[rows].abs()
+    if o["token_scaling"]:
+        factor = factor * p.gather(1, target[:, None])[:, 0]
+    upstream = call.upstream.double().abs()
+    return _Scored(
+        logits=final,
+        p=p,
+        lse=torch.logsumexp(final, 1),
+        target=target,
+        weight=weight,
+        factor=factor,
+        upstream=upstream.reshape(-1)[rows] if o["reduction"] == "none" else upstream.expand(len(rows)),
+        inv_ce=float(counts[3].abs()),
+        inv_z=float(counts[4].abs()),
+        smoothing=o["label_smoothing"],
+        z_weight=float(o["z_loss_weight"]),
+        scale=scale,
+        token_scaling=o["token_scaling"],
+        # The slope of a softcap knows its logit relative to the cap.
+        spread=spread if cap is None else spread * (1 + 2 / cap),
+    )
+
+
 def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) -> Exact:
     """The exact result of a call, whose products or logits are read in the dtype `compute`."""
     compute = compute or call.input.dtype
@@ -66,70 +159,27 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     ignore = -100 if o.get("ignore_index") is None else o["ignore_index"]
     aligned = _aligned(call.target.long(), o["shift"], ignore)
     rows = (aligned != ignore).nonzero()[:, 0]
-    target = aligned[rows]
     x = x.reshape(-1, x.shape[-1])[rows]
-    bias = x.new_zeros(()) if call.linear_bias is None else call.linear_bias.double()
-    scale, z_weight = float(o["logit_scale"]), float(o["z_loss_weight"])
-    s = scale * (x if logits else x @ w.T + bias)
-    parts = abs(scale) * (x.abs() if logits else x.abs() @ w.abs().T + bias.abs())
-    cap = o["softcap"]
-    l = s if cap is None else cap * torch.tanh(s / cap)  # noqa: E741
-    spread = float(torch.where(parts.isfinite(), parts, 0).max()) if parts.numel() else 0.0
-    spread *= 1.0 if cap is None else 1 + 2 / cap
-
-    # The absolute parts of the gradient in the logits, the divisor and the upstream gradient included.
-    V = s.shape[1]
-    c = s.new_ones(V) if o["weight"] is None else o["weight"].double()
-    counts, _ = reference.count_targets(
-        call.target.reshape(call.target.shape or (1,)), V, weight=o["weight"], num_items=o.get("num_items"),
-        reduction=o["reduction"], ignore_index=ignore, shift=o["shift"],
-    )  # fmt: skip
-    inv_ce, inv_z = (float(counts[i].abs()) for i in (3, 4))
-    p, lse = torch.softmax(l, 1), torch.logsumexp(l, 1)
-    own = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
-    share = o["label_smoothing"] / V
-    hit = torch.where(own > 0, (p * (1 - own)).sum(1, keepdim=True), p)
-    g = inv_ce * ((1 - o["label_smoothing"]) * c[target].abs()[:, None] * hit + share * (c.abs().sum() * p + c.abs()))
-    g = g + inv_z * 2 * z_weight * lse.abs()[:, None] * p
-    multiplier = s.new_ones(len(rows))
-    if o["token_weight"] is not None:
-        multiplier = _aligned(o["token_weight"].double(), o["shift"], 0.0)[rows].abs()
-    if o["token_scaling"]:
-        multiplier = multiplier * p.gather(1, target[:, None])[:, 0]
-    upstream = call.upstream.double().abs()
-    upstream = upstream.reshape(-1)[rows] if o["reduction"] == "none" else upstream.expand(len(rows))
-    g = g * (multiplier * upstream)[:, None] * abs(scale)
-
+    scored = _scored(call, x, w, rows, aligned[rows], ignore, logits)
     wide = torch.float64 if compute == torch.float64 else torch.float32
     unit = 2.0**-50 if wide == torch.float64 else 2.0**-21
-    grain = unit * max(1.0, spread)
-    # float16 carries |g| up to 2^10 with a spacing of 2^-24: 2^-34 of the largest factor that a row can have.
-    spacing = 2.0**-33 * float(g.amax()) if compute == torch.float16 and g.numel() else 0.0
-    if compute == torch.float16 and g.numel():
-        largest = float((multiplier * upstream).max()) if not o["token_scaling"] else float(upstream.max())
-        largest *= max(1.0, float(c.abs().max())) * abs(scale) * (2 + 256 * z_weight) * max(inv_ce, inv_z)
-        spacing = max(spacing, 2.0**-33 * largest)
-    blurred = grain * g + spacing
+    g = scored.gradient_parts()
+    blurred = unit * max(1.0, scored.spread) * g + (scored.half_spacing(g) if compute == torch.float16 else 0.0)
+    size, blur, z_blur = scored.loss_parts()
 
-    # Per row: how far an error of a logit moves the loss.
-    steep = inv_ce * (c[target].abs() + share * c.abs().sum()) + inv_z * 2 * z_weight * lse.abs()
-    size = inv_ce * c.abs().max() * (spread + lse.abs()) * (o["label_smoothing"] > 0) + inv_z * z_weight * lse.square()
-    nll = lse - l.gather(1, target[:, None])[:, 0]
-    size = size + inv_ce * c[target].abs() * nll * (1.0 + (spread if o["token_scaling"] else 0.0))
-    size, blur = multiplier * size, multiplier * unit * steep * max(1.0, spread)
-    z_blur = multiplier * unit * inv_z * z_weight * (2 * lse.abs() * max(1.0, spread) + lse.square())
-    z_blur = z_blur * (1.0 + (spread if o["token_scaling"] else 0.0))
-    reduced = o["reduction"] != "none"
+    def joined(values: Tensor) -> float:
+        return float(values.norm() if o["reduction"] == "none" else values.sum())
+
     return Exact(
         gradients=ref,
-        logits=l,
+        logits=scored.logits,
         rows=rows,
-        target=target,
-        spread=max(spread, ref.logit_max),
+        target=scored.target,
+        spread=max(scored.spread, ref.logit_max),
         wide=wide,
-        loss_size=float(size.sum() if reduced else size.norm()),
-        loss_floor=float(blur.sum() if reduced else blur.norm()) + 1e-30,
-        z_floor=float(z_blur.sum() if reduced else z_blur.norm()) + 1e-30,
+        loss_size=joined(size),
+        loss_floor=unit * joined(blur) + 1e-30,
+        z_floor=unit * joined(z_blur) + 1e-30,
         dx_floor=float((blurred if logits else blurred @ w.abs()).norm()) + 1e-30,
         dw_floor=0.0 if logits else float((blurred.T @ x.abs()).norm()) + 1e-30,
         db_floor=float(blurred.sum(0).norm()) + 1e-30,

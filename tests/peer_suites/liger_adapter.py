@@ -131,7 +131,9 @@ def _check(record: _Record) -> None:
 
     call = record.call
     options = {name: plain(value) for name, value in call.options.items()}
-    scored = Call(plain(call.input), plain(call.linear_weight), plain(call.target), plain(call.linear_bias), options, None)  # type: ignore[arg-type]
+    scored = Call(
+        plain(call.input), plain(call.linear_weight), plain(call.target), plain(call.linear_bias), options, None
+    )  # type: ignore[arg-type]
     ignored = scored.target == (-100 if options.get("ignore_index") is None else options["ignore_index"])
     classes = scored.input.shape[-1] if record.logits else scored.linear_weight.shape[0]
     if bool(((scored.target < 0) | (scored.target >= classes))[~ignored].any()):
@@ -142,6 +144,7 @@ def _check(record: _Record) -> None:
     wide = torch.float64 if record.compute == torch.float64 else torch.float32
     scored.upstream = upstream.to(wide).expand(shape)
     e = exact(scored, record.compute, record.logits)
+    # 0/0 and the like, which the tests ask for themselves.
     if not bool(e.gradients.output.loss.isfinite().all()):
         return
     out = type(record.out)(*(plain(value) for value in record.out))
