@@ -343,7 +343,7 @@ def test_a_graph_follows_targets_counts_and_upstream(dtype: torch.dtype, device:
 @pytest.mark.parametrize("frozen", ["", "x", "w"])
 def test_peak_memory_is_the_gradients_and_a_workspace(frozen: str, device: torch.device) -> None:
     """No V x H temporary beside the accumulator, no logits beyond the workspace, nothing for what is frozen."""
-    bt, h, v, workspace = 4096, 512, 32000, 32 << 20
+    bt, h, v, workspace = 4096, 2048, 32000, 32 << 20
     x = torch.randn(bt, h, device=device, dtype=torch.bfloat16, requires_grad=frozen != "x")
     w = torch.randn(v, h, device=device, dtype=torch.bfloat16, requires_grad=frozen != "w")
     target = torch.randint(0, v, (bt,), device=device)
@@ -362,5 +362,3 @@ def test_peak_memory_is_the_gradients_and_a_workspace(frozen: str, device: torch
     # dW in bf16 and a float32 accumulator; dX, the gathered rows and a copy of them; logits of at least 1024 rows.
     allowed = (0 if frozen == "w" else v * h * 6) + 3 * bt * h * 2 + max(workspace, 1024 * v * 4) + (24 << 20)
     assert peak <= allowed, f"{peak >> 20} MiB, allowed {allowed >> 20} MiB"
-    if frozen == "w":
-        assert peak < v * h * 6 + 3 * bt * h * 2 + max(workspace, 1024 * v * 4)
