@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cases import Call
 from syncfree_ext import reference
-from tolerances import ROUNDOFF, Bound, assert_close_rel, assert_equal, smallest_error
+from tolerances import ROUNDING, ROUNDOFF, Bound, assert_close_rel, assert_equal, smallest_error
 
 EXTRAS = ("z_loss", "token_accuracy", "predicted_tokens", "logsumexp")
 
@@ -28,7 +28,8 @@ class Exact:
 
     `logits` [N, V], final, of the N scored rows, whose indices are `rows` and targets `target`. `spread`: a logit is
     known to a few 2^-24 of it. `loss_size`: the absolute values of what the loss adds up. The floors: absolute errors,
-    in the L2 norm, that no accumulation in `wide` is to be blamed for.
+    in the L2 norm, that no accumulation in `wide` is to be blamed for. `dx_size`, `dw_size`, `db_size`: the norms of
+    the gradients if no part of them cancelled.
     """
 
     gradients: reference.Gradients
@@ -43,6 +44,9 @@ class Exact:
     dx_floor: float
     dw_floor: float
     db_floor: float
+    dx_size: float
+    dw_size: float
+    db_size: float
 
 
 def _aligned(values: Tensor, shift: int, filler: float) -> Tensor:
@@ -167,9 +171,15 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
     blurred = unit * max(1.0, scored.spread) * g + (scored.half_spacing(g) if compute == torch.float16 else 0.0)
     size, blur, z_blur = scored.loss_parts()
 
+    def carried(by: Tensor) -> tuple[float, float, float]:
+        dx = by if logits else by @ w.abs()
+        dw = by.new_zeros(()) if logits else by.T @ x.abs()
+        return float(dx.norm()), float(dw.norm()), float(by.sum(0).norm())
+
     def joined(values: Tensor) -> float:
         return float(values.norm() if o["reduction"] == "none" else values.sum())
 
+    floors, sizes = carried(blurred), carried(g)
     return Exact(
         gradients=ref,
         logits=scored.logits,
@@ -180,9 +190,12 @@ def exact(call: Call, compute: torch.dtype | None = None, logits: bool = False) 
         loss_size=joined(size),
         loss_floor=unit * joined(blur) + 1e-30,
         z_floor=unit * joined(z_blur) + 1e-30,
-        dx_floor=float((blurred if logits else blurred @ w.abs()).norm()) + 1e-30,
-        dw_floor=0.0 if logits else float((blurred.T @ x.abs()).norm()) + 1e-30,
-        db_floor=float(blurred.sum(0).norm()) + 1e-30,
+        dx_floor=floors[0],
+        dw_floor=floors[1],
+        db_floor=floors[2],
+        dx_size=sizes[0],
+        dw_size=sizes[1],
+        db_size=sizes[2],
     )
 
 
@@ -240,18 +253,28 @@ def _check_argmax(call: Call, e: Exact, out: Any) -> None:
 
 
 def check_gradients(
-    call: Call, e: Exact, grads: tuple[Tensor | None, ...], trainable: str, compute: torch.dtype | None = None
+    call: Call,
+    e: Exact,
+    grads: tuple[Tensor | None, ...],
+    trainable: str,
+    compute: torch.dtype | None = None,
+    repeated: bool = False,
 ) -> None:
-    """The gradients of the leaves named in trainable; those of the others are None."""
+    """The gradients of the leaves named in trainable; those of the others are None.
+
+    `repeated`: rows of the input, or of the weight, are equal. Their gradients are then rounded alike, and the errors
+    add up as the entries do: two roundings of everything that does not cancel, in place of independent errors.
+    """
     compute = compute or call.input.dtype
     upstream = abs(float(call.upstream.reshape(-1)[0])) if call.upstream.numel() else 1.0
     exact_upstream = call.options["reduction"] == "none" or math.frexp(upstream)[0] in (0.0, 0.5)
     bound = Bound(compute, e.spread, exact_upstream)
     ref = e.gradients
+    alike = 2 * ROUNDOFF[compute] if repeated and compute in ROUNDING else 0.0
     for name, leaf, grad, expected, noise, floor in (
-        ("x", call.input, grads[0], ref.dx, ref.dx_noise, e.dx_floor),
-        ("w", call.linear_weight, grads[1], ref.dw, ref.dw_noise, e.dw_floor),
-        ("b", call.linear_bias, grads[2], ref.db, ref.db_noise, e.db_floor),
+        ("x", call.input, grads[0], ref.dx, ref.dx_noise, e.dx_floor + alike * e.dx_size),
+        ("w", call.linear_weight, grads[1], ref.dw, ref.dw_noise, e.dw_floor + alike * e.dw_size),
+        ("b", call.linear_bias, grads[2], ref.db, ref.db_noise, e.db_floor + alike * e.db_size),
     ):
         if leaf is None or name not in trainable:
             assert grad is None, f"d{name} of a frozen leaf"
@@ -265,5 +288,5 @@ def check_gradients(
         if name == "x" and compute != leaf.dtype:
             tol += ROUNDOFF[compute]  # on its way through the cast that autocast made
         stored = compute if name in "xw" else grad.dtype
-        floor += smallest_error(stored, grad.numel()) + smallest_error(grad.dtype, grad.numel())
+        floor += 1e-30 + smallest_error(stored, grad.numel()) + smallest_error(grad.dtype, grad.numel())
         assert_close_rel(grad, expected, tol, floor, f"d{name}")
