@@ -24,6 +24,8 @@ python = py=$$($(PYTHON) tools/environment.py --venv '$(VENV)' --torch '$(TORCH)
 compile = "$$py" setup.py --quiet egg_info build_ext --inplace
 # The same with tests/native, which shows C++ internals to pytest, where pybind11 is there.
 compile_tests = SYNCFREE_NATIVE=$$("$$py" -c 'import pybind11' 2>/dev/null && echo 1 || echo 0) $(compile)
+# A worker a core, each with whole files, whose fixtures they share; where pytest-xdist is there.
+parallel = $$("$$py" -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 8 --dist loadfile)
 
 .PHONY: help
 help: ## list the commands
@@ -35,11 +37,11 @@ demo: ## train a small language model with the fused head and with the plain one
 
 .PHONY: test
 test: ## run the tests (on the GPU too, if there is one)
-	@$(call python,build test integrations); $(compile_tests); "$$py" -m pytest -m 'not slow' $(PYTEST)
+	@$(call python,build test integrations); $(compile_tests); "$$py" -m pytest -m 'not slow' $(parallel) $(PYTEST)
 
 .PHONY: test-cuda
 test-cuda: ## run all tests, the slow ones too, and fail where no GPU is found
-	@$(call python,build test integrations); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(PYTEST)
+	@$(call python,build test integrations); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(parallel) $(PYTEST)
 
 .PHONY: build
 build: ## compile the libraries in place

@@ -29,7 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     # In the environment, so that the workers of pytest-xdist take the controller's.
     os.environ.setdefault(_SEED, str(random.SystemRandom().randrange(2**31)))
-    torch.set_num_threads(max(1, min(4, int(os.environ.get("SYNCFREE_TEST_THREADS", os.cpu_count() or 1)))))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = int(os.environ.get("SYNCFREE_TEST_THREADS", (os.cpu_count() or 1) // workers))
+    torch.set_num_threads(max(1, min(4, threads)))
 
 
 def pytest_report_header() -> str:
