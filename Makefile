@@ -29,7 +29,7 @@ parallel = $$("$$py" -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesse
 
 .PHONY: help
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: ## train a small language model with the fused head and with the plain one, side by side
@@ -68,7 +68,16 @@ figures: ## renew the plots and the README's table from bench/results
 
 .PHONY: wheel
 wheel: ## build the wheel into dist/
-	@$(call python,build); "$$py" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .; ls -l dist
+	@rm -rf build/lib* build/bdist* dist/syncfree_ext-*.whl; \
+	$(call python,build); "$$py" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .; ls -l dist
+
+.PHONY: wheel-check
+wheel-check: wheel ## check the wheel's contents, tags and ABI, and run some tests against it installed
+	@$(call python,build wheel); "$$py" tools/check_wheel.py dist/syncfree_ext-*.whl
+
+.PHONY: docs
+docs: ## build the documentation site into build/site
+	@$(call python,docs); NO_MKDOCS_2_WARNING=1 "$$py" -m mkdocs build --quiet --strict; echo build/site/index.html
 
 .PHONY: clean
 clean: ## remove build outputs and caches; .venv stays

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,9 +80,12 @@ class CMakeBuild(build_ext):
         return cache.read_text() if cache.exists() else ""
 
     def _same_python(self, build: Path) -> bool:
-        """A build folder made for another interpreter, or moved from elsewhere, is made anew."""
+        """A build folder made for another Python, or moved from elsewhere, is made anew."""
         cache = self._cache(build)
-        return f"={sys.executable}\n" in cache and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" in cache
+        found = re.search(r"^Python3_EXECUTABLE:\w+=(.*)$", cache, re.MULTILINE)
+        # A virtual environment has the headers of the Python that it was made from; another torch changes the commands.
+        same = found is not None and Path(found[1]).resolve() == Path(sys.executable).resolve()
+        return same and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" in cache
 
     def _built_cuda(self, build: Path) -> bool:
         return "_C_cuda" in (build / "build.ninja").read_text()
