@@ -8,6 +8,7 @@ Environment: SYNCFREE_CUDA=0|1 (default: when nvcc is found), SYNCFREE_CUDA_ARCH
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -29,6 +30,12 @@ def tool(name: str, folder: str) -> str:
         if bundled.exists():
             return str(bundled)
     except (ImportError, AttributeError):
+        pass
+    try:  # where pip has put it, which may be beside another interpreter whose packages this one sees
+        for file in importlib.metadata.files(name) or ():
+            if file.name == name and file.parent.name == "bin" and Path(file.locate()).exists():
+                return str(Path(file.locate()).resolve())
+    except importlib.metadata.PackageNotFoundError:
         pass
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return shutil.which(name, path=beside) or name
