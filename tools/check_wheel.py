@@ -28,6 +28,7 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
@@ -40,7 +41,7 @@ TESTS = (
 )
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the check with a message and status 1."""
     raise SystemExit(f"check_wheel: {message}")
 
@@ -52,6 +53,11 @@ def run(command: Sequence[str | Path], folder: Path = ROOT, environment: dict[st
         fail(f"{command[0]} ended with status {status}")
 
 
+def contents(wheel: Path) -> set[str]:
+    """The names of the files in a wheel, without its metadata."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
 def check_contents(wheel: Path, root: Path = ROOT) -> None:
     """Every file of the package is in the wheel, and no other: one that was removed may linger in build/lib."""
     package = root / "syncfree_ext"
@@ -60,7 +66,7 @@ def check_contents(wheel: Path, root: Path = ROOT) -> None:
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = contents(wheel)
     libraries = {name for name in names if name.endswith(".so")}
     if lost := sorted(expected - names):
         fail(f"{wheel.name} lacks {', '.join(lost)}; other files than Python's are listed in pyproject.toml")
@@ -79,7 +85,7 @@ def repair(wheel: Path, target: Path) -> Path:
         r'^repair-wheel-command = "auditwheel (.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M
     )
     if found is None:
-        raise SystemExit("check_wheel: pyproject.toml has no repair-wheel-command that calls auditwheel")
+        fail("pyproject.toml has no repair-wheel-command that calls auditwheel")
     words = [word.format(dest_dir=target, wheel=wheel) for word in shlex.split(found[1])]
     # A repair that fails may leave a file behind.
     shutil.rmtree(target, ignore_errors=True)
@@ -87,6 +93,8 @@ def repair(wheel: Path, target: Path) -> Path:
     repaired = list(target.glob("*.whl"))
     if len(repaired) != 1 or not re.search(r"-cp310-abi3-manylinux_\w+\.whl$", repaired[0].name):
         fail(f"expected one wheel for cp310-abi3-manylinux, got {', '.join(path.name for path in repaired) or 'none'}")
+    if added := sorted(contents(repaired[0]) ^ contents(wheel)):
+        fail(f"auditwheel changed {', '.join(added)}: torch or the static CUDA runtime should have brought it")
     return repaired[0]
 
 
@@ -116,7 +124,7 @@ def run_tests(python: Path) -> None:
             fail(f"the installed syncfree_ext cannot be imported: {where.stderr.strip()}")
         version, path = where.stdout.split()
         print(f"Python {version}, {path}", flush=True)
-        if Path(path).is_relative_to(ROOT / "syncfree_ext"):
+        if Path(path).resolve().is_relative_to(ROOT / "syncfree_ext"):
             fail("Python finds the syncfree_ext of the checkout, not the installed one")
         tests = [str(ROOT / "tests" / name) for name in TESTS]
         options = ["-q", "-p", "no:cacheprovider", "-m", "not cuda and not slow", "--rootdir", str(ROOT)]
