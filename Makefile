@@ -18,8 +18,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 CXX_FILES = $$(find csrc tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-# $(call python,NAMES) sets py to an interpreter with the packages of requirements/NAMES.txt, its tools first on the PATH.
-python = py=$$($(PYTHON) tools/environment.py --venv '$(VENV)' --torch '$(TORCH)' $(1)); PATH="$${py%/*}:$$PATH"
+# $(call python,NAMES) sets py to an interpreter with the packages of requirements/NAMES.txt. Its tools come first on the
+# PATH, then those of PYTHON, whose packages it may see.
+python = py=$$($(PYTHON) tools/environment.py --venv '$(VENV)' --torch '$(TORCH)' $(1)); \
+	PATH="$${py%/*}:$$(dirname "$$(command -v '$(PYTHON)')"):$$PATH"
 # Compiles in place what has changed since the last time.
 compile = "$$py" setup.py --quiet egg_info build_ext --inplace
 # The same with tests/native, which shows C++ internals to pytest, where pybind11 is there.

@@ -54,8 +54,8 @@ def run(command: Sequence[str | Path], folder: Path = ROOT, environment: dict[st
 
 
 def contents(wheel: Path) -> set[str]:
-    """The names of the files in a wheel, without its metadata."""
-    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    """The names of the files in a wheel, without its metadata and without folders, which only some tools list."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name and not name.endswith("/")}
 
 
 def check_contents(wheel: Path, root: Path = ROOT) -> None:
