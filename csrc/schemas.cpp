@@ -56,6 +56,34 @@ STABLE_TORCH_LIBRARY(syncfree, m) {
       "cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor row_stats, *, " SYNCFREE_TENSORS
       ", " SYNCFREE_OPTIONS ") -> Tensor");
 
+  // A chunk of rows scored against a slice of the vocabulary: linear_weight [n, H] and linear_bias [n] are of the classes
+  // [first_class, first_class + n) of num_classes, n may be 0; weight [V], target and token_weight are whole. counts and
+  // rows come from count_targets. The dtype of linear_weight is that of the products; acc is float32, float64 for float64.
+  // logits: acc [chunk_rows, n padded to 16 bytes]. row_stats: acc [chunk_rows, 4], of this slice; where the target is of
+  // another slice, the third is the logit of the slice's first class. predicted_tokens int64[BT]: the largest of this
+  // slice.
+  m.def(
+      "flce_shard_logits(Tensor input, Tensor linear_weight, Tensor target, Tensor counts, Tensor rows, "
+      "Tensor? linear_bias=None, *, SymInt first_class, SymInt num_classes, SymInt first_row, SymInt chunk_rows, " SYNCFREE_TENSORS
+      ", " SYNCFREE_OPTIONS
+      ", Tensor(a!)? predicted_tokens=None) -> (Tensor gathered, Tensor logits, Tensor row_stats)");
+  // From the row_stats of all classes: the parts of the loss of each row (acc [BT], undivided), the gradient of the logits
+  // over their own memory, in the dtype of the products, and this slice's share of dX, without alpha (acc [3]).
+  m.def(
+      "flce_shard_gradient(Tensor(a!) logits, Tensor row_stats, Tensor linear_weight, Tensor target, Tensor counts, "
+      "Tensor rows, Tensor(b!) ce, Tensor(c!) z, Tensor(d!)? logsumexp=None, Tensor? linear_bias=None, *, "
+      "SymInt first_class, SymInt num_classes, SymInt first_row, " SYNCFREE_TENSORS ", " SYNCFREE_OPTIONS
+      ", bool need_gradient=True, bool need_dx=True) -> (Tensor dx, Tensor alpha)");
+  // dw [n, H] (acc, or the dtype of the products) += alpha g^T gathered, db (acc [n], without alpha) += sums of g; = where
+  // accumulate is false.
+  m.def(
+      "flce_shard_weight_gradient(Tensor logits, Tensor gathered, Tensor counts, Tensor rows, Tensor alpha, "
+      "Tensor(a!)? dw=None, Tensor(b!)? db=None, *, SymInt first_row, bool accumulate) -> ()");
+  // The chunk's rows of dx [BT, H] from the sum of all shares. dx_scale float32[BT]: for float16, as in flce_forward.
+  m.def(
+      "flce_shard_store_dx(Tensor dx_sum, Tensor counts, Tensor rows, Tensor alpha, Tensor(a!) dx, "
+      "Tensor(b!)? dx_scale=None, *, SymInt first_row) -> ()");
+
   // Statistics of the targets and the list of valid rows, all on the device.
   m.def("count_targets(Tensor target, SymInt num_classes, *, " SYNCFREE_TENSORS
         ", str reduction=\"mean\", int ignore_index=-100, SymInt shift=0) -> (Tensor counts, Tensor rows)");

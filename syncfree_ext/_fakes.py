@@ -201,3 +201,78 @@ def _(mask: Tensor, size: _Size, *, keys: Tensor | None = None, **_options: Any)
         mask.new_empty(shape),
         mask.new_empty(mask.shape[:-1], dtype=torch.int64),
     )
+
+
+def _check_chunk(op: str, rows: _Size, order: Tensor, first_row: _Size, size: _Size) -> None:
+    _check(op, "rows", f"one entry for each of {rows} rows", order.numel() == rows, tuple(order.shape))
+    _check(op, "the chunk", f"its end within {rows} rows", first_row + size <= rows, first_row + size)
+
+
+@torch.library.register_fake("syncfree::flce_shard_logits")
+def _(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    first_row: _Size,
+    chunk_rows: _Size,
+    token_weight: Tensor | None = None,
+    **_options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "flce_shard_logits"
+    _check_linear(op, input, linear_weight, target, linear_bias, token_weight)
+    _check_chunk(op, input.shape[0], rows, first_row, chunk_rows)
+    acc = _accumulator(linear_weight.dtype)
+    return (
+        linear_weight.new_empty((chunk_rows, linear_weight.shape[1])),
+        linear_weight.new_empty((chunk_rows, _logits_pitch(linear_weight.shape[0], acc)), dtype=acc),
+        linear_weight.new_empty((chunk_rows, 4), dtype=acc),
+    )
+
+
+def _logits_pitch(classes: _Size, acc: torch.dtype) -> _Size:
+    in_16_bytes = 16 // acc.itemsize
+    return (classes + in_16_bytes - 1) // in_16_bytes * in_16_bytes
+
+
+@torch.library.register_fake("syncfree::flce_shard_gradient")
+def _(
+    logits: Tensor,
+    row_stats: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    ce: Tensor,
+    z: Tensor,
+    logsumexp: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    *,
+    first_row: _Size,
+    token_weight: Tensor | None = None,
+    need_gradient: bool = True,
+    need_dx: bool = True,
+    **_options: Any,
+) -> tuple[Tensor, Tensor]:
+    op = "flce_shard_gradient"
+    _check_rows(op, rows.numel(), target, token_weight)
+    _check_chunk(op, rows.numel(), rows, first_row, logits.shape[0])
+    _check(op, "row_stats", "one row for each of logits", row_stats.shape[0] == logits.shape[0], tuple(row_stats.shape))
+    size = logits.shape[0] if need_gradient and need_dx else 0
+    return (
+        logits.new_empty((size, linear_weight.shape[1])),
+        logits.new_empty((3 if need_gradient else 0,)),
+    )
+
+
+@torch.library.register_fake("syncfree::flce_shard_weight_gradient")
+def _(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("syncfree::flce_shard_store_dx")
+def _(*_args: Any, **_options: Any) -> None:
+    return None

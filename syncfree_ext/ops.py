@@ -207,6 +207,24 @@ def _scaled(gradient: Tensor, scale: Tensor, row_scale: Tensor) -> Tensor:
     return (gradient.to(wide) * factor).to(gradient.dtype)
 
 
+def check_not_resharded(op: str, linear_weight: Tensor) -> None:
+    """Raise for a saved weight whose memory FSDP has freed since forward; its kernels would read address 0.
+
+    Raises:
+        RuntimeError: the storage of linear_weight holds less than the tensor.
+    """
+    # A traced tensor has no storage to look at.
+    if torch.compiler.is_compiling() or linear_weight.numel() == 0:
+        return
+    if linear_weight.untyped_storage().nbytes() == 0:
+        raise RuntimeError(
+            f"syncfree::{op}: linear_weight must still be there when backward computes gradients anew (for reduction "
+            "'none', or for a second backward), got one whose memory was freed since forward, as FSDP does when it "
+            "reshards; keep it with fully_shard(..., reshard_after_forward=False), or leave set_unshard_in_backward "
+            "at True"
+        )
+
+
 class _FlceForward(Function):
     """Autograd of `flce_forward`.
 
@@ -266,6 +284,7 @@ class _FlceForward(Function):
     @staticmethod
     def _recompute(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         hidden, linear_weight, target, linear_bias, *tensors = ctx.saved_tensors
+        check_not_resharded("flce_forward", linear_weight)
         gradients = _syncfree.flce_backward.default(
             upstream,
             hidden,
@@ -407,6 +426,42 @@ def _publish_versioned(keyset: Any, slots: Tensor, *args: Any, counters: Tensor 
 _library.impl("publish_", _publish_versioned, "ADInplaceOrView", with_keyset=True)
 
 
+# The ops over a slice of the vocabulary have no autograd of their own (integrations/distributed.py has it), and some
+# write to arguments.
+_SHARD_OPS = ("flce_shard_logits", "flce_shard_gradient", "flce_shard_weight_gradient", "flce_shard_store_dx")
+
+
+def _register_shard_op(name: str) -> None:
+    op = getattr(_syncfree, name).default
+    written = [
+        (i, argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
+        if _is_differentiated(name, *(a for a in (*args, *options.values()) if isinstance(a, Tensor))):
+            raise RuntimeError(
+                f"syncfree::{name}: autograd is not supported; use "
+                "syncfree_ext.integrations.distributed.vocab_parallel_linear_cross_entropy, or torch.no_grad()"
+            )
+        return _below_autograd(op, keyset, *args, **options)
+
+    def versioned(keyset: Any, *args: Any, **options: Any) -> Any:
+        tensors = [args[i] if i < len(args) else options.get(argument) for i, argument in written]
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **options)
+
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    if written:
+        _library.impl(name, versioned, "ADInplaceOrView", with_keyset=True)
+
+
+for _name in _SHARD_OPS:
+    _register_shard_op(_name)
+
+
 def _refusing_kernel(name: str) -> Callable[..., NoReturn]:
     def kernel(*_args: Any, **_options: Any) -> NoReturn:
         _refuse_transform(name)
@@ -426,5 +481,6 @@ for _name in (
     "scale_unless_one_",
     "publish_",
     "masked_indices",
+    *_SHARD_OPS,
 ):
     _library.impl(_name, _refusing_kernel(_name), "FuncTorchBatched")

@@ -105,7 +105,7 @@ SF_HOST_DEVICE RowConstants<T> row_constants(const RowParams& p) {
   c.logit_scale = T(logit_scale);
   c.z_weight = T(z_weight);
   c.softcap = T(p.options.softcap);
-  c.classes = T(p.num_classes);
+  c.classes = T(p.total_classes);
   c.weight_total = T(counts[kCountClasses]);
   c.z_over_ce = std::isfinite(ratio) ? T(ratio) : T(1);
   c.grad_factor = T(factor);

@@ -154,7 +154,7 @@ Counts count(Backend& backend, const LossInputs& in, const Upstream& upstream) {
 inline RowParams row_params(const LossInputs& in, const Upstream& upstream) {
   RowParams p{};
   p.options = in.options;
-  p.num_classes = in.num_classes;
+  p.num_classes = p.total_classes = in.num_classes;
   p.target = in.targets();
   p.shift = in.shift;
   p.weight = data_or_null(in.weight);

@@ -80,7 +80,9 @@ struct GatherParams {
 struct RowParams {
   Chunk chunk;
   LossOptions options;
-  int64_t num_classes;
+  int64_t num_classes;    // of the logits: the classes [first_class, first_class + num_classes)
+  int64_t first_class;    // 0 but for a slice of the vocabulary
+  int64_t total_classes;  // V
 
   const void* logits;  // row k of the chunk, or row row_index[first + k] when by_row_index
   DType logits_dtype;
@@ -90,7 +92,7 @@ struct RowParams {
   const int64_t* target;  // row i: target[i + shift]
   int64_t shift;
   const void* bias;          // acc [num_classes], nullable
-  const void* weight;        // acc [num_classes], nullable
+  const void* weight;        // acc [total_classes], nullable
   const void* token_weight;  // acc, row i: token_weight[i + shift], nullable
   const void* upstream;      // acc, row i: upstream[i * upstream_stride], nullable
   int64_t upstream_stride;
@@ -100,11 +102,12 @@ struct RowParams {
   void* ce;            // acc: cross-entropy part
   void* z;             // acc: z part
   float* correct;      // 1 where the argmax is the target
-  int64_t* predicted;  // argmax, ties to the lowest index
+  int64_t* predicted;  // argmax over these classes, ties to the lowest
   void* logsumexp;     // acc
 
-  // row_stats: acc [all rows, 4], of row i, in the order of RowStats. Written when read_stats is false, read instead of
-  // a first pass when true; nullable.
+  // row_stats: acc [rows of logits, 4], in the order of RowStats; nullable. Written when read_stats is false, read
+  // instead of a first pass when true. Where the target is not among these classes, the target's logit is written as
+  // that of the first one; what is read is of all classes.
   void* row_stats;
   bool read_stats;
 

@@ -165,17 +165,20 @@ int64_t argmax(const In* z, int64_t n, T scale, T largest, bool may_be_nan) {
   return 0;
 }
 
-// Statistics over z, already final but for the factor `scale`.
+// Statistics over z, already final but for the factor `scale`. With t outside [0, n) no class is left out, and that of
+// the target's logit is the first one's.
 template <class Ops, class In>
 SF_INLINE RowStats<typename Ops::T> statistics(const In* z, int64_t n, int64_t t, typename Ops::T scale) {
   using T = typename Ops::T;
   constexpr T kLowest = -std::numeric_limits<T>::infinity();
+  const bool known = t >= 0 && t < n;
+  const int64_t before = known ? t : n, after = known ? t + 1 : n;
   RowStats<T> s;
-  s.max_other = max_logit<Ops>(z + t + 1, n - t - 1, scale, max_logit<Ops>(z, t, scale, kLowest));
+  s.max_other = max_logit<Ops>(z + after, n - after, scale, max_logit<Ops>(z, before, scale, kLowest));
   // All others at -inf: any finite shift gives their exact sum, 0, and lets a NaN through.
   const T shift = s.max_other == kLowest ? T(0) : s.max_other;
-  s.sum_other = T(sum_exp<Ops>(z, t, scale, shift) + sum_exp<Ops>(z + t + 1, n - t - 1, scale, shift));
-  s.target_logit = T(widen(z[t])) * scale;
+  s.sum_other = T(sum_exp<Ops>(z, before, scale, shift) + sum_exp<Ops>(z + after, n - after, scale, shift));
+  s.target_logit = n == 0 ? std::numeric_limits<T>::quiet_NaN() : T(widen(z[known ? t : 0])) * scale;
   s.smooth = 0;
   return s;
 }
@@ -191,7 +194,8 @@ struct RowKernel {
     const RowConstants<T> constants = row_constants<T>(p);
     const int64_t n = p.num_classes;
     const T* bias = static_cast<const T*>(p.bias);
-    const T* weight = static_cast<const T*>(p.weight);
+    const T* all_weights = static_cast<const T*>(p.weight);
+    const T* weight = all_weights ? all_weights + p.first_class : nullptr;
     const T* token_weight = static_cast<const T*>(p.token_weight);
     const T* upstream = static_cast<const T*>(p.upstream);
     T* row_stats = static_cast<T*>(p.row_stats);
@@ -200,25 +204,26 @@ struct RowKernel {
 
     for (int64_t k = begin; k < end; ++k) {
       const int64_t i = p.chunk.row_index[p.chunk.first + k], row = p.by_row_index ? i : k;
-      const int64_t t = p.target[i + p.shift];
+      const int64_t target = p.target[i + p.shift], t = target - p.first_class;
       const In* z = static_cast<const In*>(p.logits) + row * p.logits_pitch;
       if (buffer) final_logits<Ops>(z, bias, constants.logit_scale, cap, n, buffer, cap_slope);
 
       RowStats<T> s;
       if (p.read_stats) {
-        s = {row_stats[4 * i], row_stats[4 * i + 1], row_stats[4 * i + 2], row_stats[4 * i + 3]};
+        const T* read = row_stats + 4 * row;
+        s = {read[0], read[1], read[2], read[3]};
       } else {
         s = buffer ? statistics<Ops>(buffer, n, t, T(1)) : statistics<Ops>(z, n, t, constants.logit_scale);
         if (constants.smoothing > T(0)) s.smooth = T(sum_above<Ops>(buffer, weight, n, smooth_base(s.target_logit)));
         if (row_stats) {
-          row_stats[4 * i] = s.max_other, row_stats[4 * i + 1] = s.sum_other;
-          row_stats[4 * i + 2] = s.target_logit, row_stats[4 * i + 3] = s.smooth;
+          T* written = row_stats + 4 * row;
+          written[0] = s.max_other, written[1] = s.sum_other, written[2] = s.target_logit, written[3] = s.smooth;
         }
       }
 
-      const RowResult<T> r =
-          row_result(s, constants, weight ? weight[t] : T(1), token_weight ? token_weight[i + p.shift] : T(1),
-                     upstream ? upstream[i * p.upstream_stride] : T(1));
+      const RowResult<T> r = row_result(s, constants, all_weights ? all_weights[target] : T(1),
+                                        token_weight ? token_weight[i + p.shift] : T(1),
+                                        upstream ? upstream[i * p.upstream_stride] : T(1));
       if (p.ce) static_cast<T*>(p.ce)[i] = r.ce;
       if (p.z) static_cast<T*>(p.z)[i] = r.z;
       if (p.logsumexp) static_cast<T*>(p.logsumexp)[i] = r.logsumexp;
@@ -234,18 +239,17 @@ struct RowKernel {
           best = -1;
         }
         if (p.correct) p.correct[i] = best == t ? 1.0f : 0.0f;
-        if (p.predicted) p.predicted[i] = best;
+        if (p.predicted) p.predicted[i] = best + p.first_class;
       }
 
       if (p.grad) {
         Out* g = static_cast<Out*>(p.grad) + row * p.grad_pitch;
-        const T* target_slope = cap_slope ? cap_slope + t : nullptr;
         if (buffer) {
           gradient<Ops>(static_cast<const T*>(buffer), n, T(1), r, weight, static_cast<const T*>(cap_slope), g);
         } else {
           gradient<Ops>(z, n, constants.logit_scale, r, weight, static_cast<const T*>(nullptr), g);
         }
-        g[t] = narrow<Out>(target_slope ? r.target * *target_slope : r.target);
+        if (t >= 0 && t < n) g[t] = narrow<Out>(cap_slope ? r.target * cap_slope[t] : r.target);
       }
     }
   }
@@ -275,7 +279,7 @@ void ignored_part(const RowParams& p, int64_t live) {
       if (p.logsumexp) static_cast<T*>(p.logsumexp)[i] = 0;
       if (p.correct) p.correct[i] = 0;
       if (p.predicted) p.predicted[i] = -1;
-      if (p.row_stats && !p.read_stats) std::fill_n(static_cast<T*>(p.row_stats) + 4 * i, 4, T(0));
+      if (p.row_stats && !p.read_stats) std::fill_n(static_cast<T*>(p.row_stats) + 4 * row, 4, T(0));
       if (p.grad) {
         const int64_t bytes = p.grad_dtype == DType::f64 ? 8 : p.grad_dtype == DType::f32 ? 4 : 2;
         std::memset(element(p.grad, p.grad_dtype, row * p.grad_pitch), 0, size_t(p.num_classes * bytes));

@@ -154,16 +154,18 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
       if (p.correct) p.correct[i] = 0.f;
       if (p.predicted) p.predicted[i] = -1;
       if (p.logsumexp) static_cast<float*>(p.logsumexp)[i] = 0.f;
-      if (p.row_stats && !p.read_stats) reinterpret_cast<float4*>(p.row_stats)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (p.row_stats && !p.read_stats) reinterpret_cast<float4*>(p.row_stats)[at] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     return;
   }
 
   if (threadIdx.x == 0) constants = row_constants<float>(p);
   const Row<const In> row(static_cast<const In*>(p.logits) + at * p.logits_pitch);
-  const float* weight = static_cast<const float*>(p.weight);
-  const int64_t t = p.target[i + p.shift];
-  const bool known = t >= 0 && t < n;
+  const float* all_weights = static_cast<const float*>(p.weight);
+  const float* weight = all_weights ? all_weights + p.first_class : nullptr;
+  const int64_t target = p.target[i + p.shift], t = target - p.first_class;
+  const bool valid = target >= 0 && target < p.total_classes;
+  const bool known = t >= 0 && t < n;  // among the classes of these logits
   __syncthreads();
   const Transform<kGeneral> transform{constants.logit_scale, constants.softcap, static_cast<const float*>(p.bias)};
   const bool smoothing = kGeneral && constants.smoothing > 0.f;
@@ -171,10 +173,12 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
   RowStats<float> stats;
   Partial own{-INFINITY, 0.f, 0.f, -INFINITY, INT32_MAX};
   if (p.read_stats) {
-    const float4 s = reinterpret_cast<const float4*>(p.row_stats)[i];
+    const float4 s = reinterpret_cast<const float4*>(p.row_stats)[at];
     stats = {s.x, s.y, s.z, s.w};
   } else {
-    const float target_logit = known ? transform.capped(transform.scaled(to_float(row.data[t]), t)) : NAN;
+    const int64_t anchor = known ? t : 0;  // logits are summed relative to its own
+    const float target_logit =
+        valid && n > 0 ? transform.capped(transform.scaled(to_float(row.data[anchor]), anchor)) : NAN;
     const float base = smooth_base(target_logit);
     for (int64_t tile = -row.skew; tile < n; tile += kTile) {
       float v[kEach];
@@ -228,16 +232,16 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     const float multiplier = p.token_weight ? static_cast<const float*>(p.token_weight)[i + p.shift] : 1.f;
     const float upstream = p.upstream ? static_cast<const float*>(p.upstream)[i * p.upstream_stride] : 1.f;
-    const float target_weight = !weight ? 1.f : known ? weight[t] : NAN;
+    const float target_weight = !all_weights ? 1.f : valid ? all_weights[target] : NAN;
     const RowResult<float> r = row_result(stats, constants, target_weight, multiplier, upstream);
     shared_result = r;
     if (p.ce) static_cast<float*>(p.ce)[i] = r.ce;
     if (p.z) static_cast<float*>(p.z)[i] = r.z;
     if (p.logsumexp) static_cast<float*>(p.logsumexp)[i] = r.logsumexp;
     if (p.correct) p.correct[i] = own.best_at == t ? 1.f : 0.f;
-    if (p.predicted) p.predicted[i] = own.best_at;
+    if (p.predicted) p.predicted[i] = own.best_at + p.first_class;
     if (p.row_stats && !p.read_stats)
-      reinterpret_cast<float4*>(p.row_stats)[i] =
+      reinterpret_cast<float4*>(p.row_stats)[at] =
           make_float4(stats.max_other, stats.sum_other, stats.target_logit, stats.smooth);
   }
   if (!grad) return;
