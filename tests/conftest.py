@@ -10,10 +10,12 @@ import gc
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from ranks import Ranks
 
 _SEED = "SYNCFREE_SEED"
 # Turns "no GPU" from a skip into a failure.
@@ -74,3 +76,25 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
     name = request.node.name.replace("cuda", "device").replace("cpu", "device")
     digest = hashlib.sha256(f"{os.environ[_SEED]} {request.node.path.name} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+@pytest.fixture(scope="session")
+def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, str], Ranks]]:
+    """Groups of processes by size and backend, started when first asked for, and anew after a failure."""
+    pools: dict[tuple[int, str], Ranks] = {}
+
+    def pool(size: int, backend: str) -> Ranks:
+        if (size, backend) not in pools or not pools[size, backend].alive:
+            pools[size, backend] = Ranks(size, backend, tmp_path_factory.mktemp("store") / "file")
+        return pools[size, backend]
+
+    yield pool
+    for ranks in pools.values():
+        if ranks.alive:
+            ranks.close()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, rank_pools: Callable[[int, str], Ranks]) -> Ranks:
+    """Ranks over gloo on the CPU; their number is the parameter, 2 by default."""
+    return rank_pools(getattr(request, "param", 2), "gloo")
