@@ -52,7 +52,9 @@ class Ranks:
     """`size` processes; call it with a job."""
 
     def __init__(self, size: int, backend: str, store: Path) -> None:
-        context = mp.get_context("spawn")
+        # A server that has imported torch forks the ranks: it has no threads and no device yet.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "pytest"])
         self.size, self.alive = size, True
         self._pipes: list[Connection] = []
         self._processes = []

@@ -66,10 +66,10 @@ def whole_batch_gradients(seed: int, ranks: int, tied: bool, steps: int = 1) -> 
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def ddp_gradients(seed: int, tied: bool, steps: int) -> dict[str, Tensor]:
+def ddp_gradients(seed: int, tied: bool, steps: int, device: str = "cpu") -> dict[str, Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(model_of(seed, tied))
-    mine = [step[rank] for step in batches(seed, ranks, steps)]
+    model = DistributedDataParallel(model_of(seed, tied).to(device))
+    mine = [tuple(t.to(device) for t in step[rank]) for step in batches(seed, ranks, steps)]
     num_items = global_num_items([target for _, target in mine], V, shift=1)
     for i, (tokens, target) in enumerate(mine):
         if i + 1 < len(mine):
@@ -77,7 +77,7 @@ def ddp_gradients(seed: int, tied: bool, steps: int) -> dict[str, Tensor]:
                 model(tokens, target, num_items).backward()
         else:
             model(tokens, target, num_items).backward()
-    return {name: p.grad for name, p in model.module.named_parameters()}
+    return {name: p.grad.cpu() for name, p in model.module.named_parameters()}
 
 
 @SIZES
@@ -104,11 +104,11 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fsdp_gradients(seed: int, tied: bool, how: str) -> tuple[dict[str, Tensor], list[int]]:
+def fsdp_gradients(seed: int, tied: bool, how: str, device: str = "cpu") -> tuple[dict[str, Tensor], list[int]]:
     """Gradients, and the all-gathers of forward and of backward that the head's own group makes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    model = model_of(seed, tied)
+    mesh = init_device_mesh(device, (ranks,))
+    model = model_of(seed, tied).to(device)
     if tied:
         fully_shard(model, mesh=mesh)  # one group, as both modules own the parameter
     else:
@@ -117,7 +117,7 @@ def fsdp_gradients(seed: int, tied: bool, how: str) -> tuple[dict[str, Tensor], 
             model.head.set_unshard_in_backward(False)
         # The rest stays whole, so that what is counted is the head's.
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    ((tokens, target),) = [step[rank] for step in batches(seed, ranks)]
+    ((tokens, target),) = [[t.to(device) for t in step[rank]] for step in batches(seed, ranks)]
     num_items = global_num_items(target, V, shift=1)
     counts = []
     with CollectiveCounter() as counter:
@@ -126,7 +126,7 @@ def fsdp_gradients(seed: int, tied: bool, how: str) -> tuple[dict[str, Tensor], 
     with CollectiveCounter() as counter:
         loss.backward()
     counts.append(counter.gathers)
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return gradients, counts
 
@@ -233,7 +233,7 @@ def refused_counts() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             shift_sequence(*arguments, fill=-100)
-    with pytest.raises(TypeError, match="values must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"values must be a torch\.Tensor"):
         shift_sequence([1], 1, fill=0)
 
 

@@ -6,6 +6,8 @@ Every rank must return the same bits, and the slices' gradients make up the whol
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,3 +347,20 @@ def test_a_failure_is_seen(ranks: Ranks) -> None:
 
 def divide() -> float:
     return 1 / (1 - dist.get_rank())
+
+
+def example() -> tuple[float, list[float]]:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    from tensor_parallel import Task, largest_difference, train
+
+    task, mesh = Task(vocabulary=203, width=16, steps=12), init_device_mesh("cpu", (dist.get_world_size(),))
+    spread, whole = train(task, torch.device("cpu"), mesh), train(task, torch.device("cpu"), None)
+    return largest_difference(spread, whole), whole
+
+
+@SIZES
+def test_the_example(ranks: Ranks) -> None:
+    """Tied embeddings over ranks: the same losses as in one process, step by step, and they fall."""
+    for difference, losses in ranks(example):
+        assert difference < 1e-4
+        assert losses[-1] < 0.9 * losses[0]
