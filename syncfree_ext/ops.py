@@ -214,7 +214,7 @@ def check_not_resharded(op: str, linear_weight: Tensor) -> None:
         RuntimeError: the storage of linear_weight holds less than the tensor.
     """
     # A traced tensor has no storage to look at.
-    if torch.compiler.is_compiling() or linear_weight.numel() == 0:
+    if _is_traced() or linear_weight.numel() == 0:
         return
     if linear_weight.untyped_storage().nbytes() == 0:
         raise RuntimeError(

@@ -10,13 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncfree_ext as sf
 from ranks import Ranks
-from syncfree_ext.integrations.distributed import global_num_items, shift_sequence
+from syncfree_ext.integrations.distributed import (
+    global_num_items,
+    shift_sequence,
+    vocab_parallel_linear_cross_entropy,
+)
 from tolerances import assert_close_rel, assert_equal
 
 V, H, B, T = 37, 12, 4, 9
@@ -145,6 +149,37 @@ def test_fsdp2(how: str, tied: bool, ranks: Ranks, rng: torch.Generator) -> None
             assert_close_rel(gradient, expected[name], 1e-5, what=name)
         if not tied:
             assert counts == [2, 1 if how == "default" else 0]
+
+
+def gradients_on_a_square(seed: int) -> dict[str, Tensor]:
+    """2 x 2 ranks: data-parallel by FSDP2, and each head spread over the other two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "vocabulary"))
+    model = model_of(seed, False)
+    spread = distribute_tensor(model.head.weight.detach(), mesh["vocabulary"], [Shard(0)])
+    model.head.weight = nn.Parameter(spread)
+
+    def forward(input: Tensor, target: Tensor, num_items: Tensor) -> Any:
+        return vocab_parallel_linear_cross_entropy(
+            input, model.head.weight, target, shift=1, num_items=num_items, chunk_rows=7
+        )
+
+    model.head.forward = forward
+    for module in (model.head, model):
+        fully_shard(module, mesh=mesh["data"])
+    model.head.set_unshard_in_backward(False)
+    ((tokens, target),) = [step[mesh["data"].get_local_rank()] for step in batches(seed, 2)]
+    num_items = global_num_items(target, V, shift=1, group=mesh["data"].get_group())
+    model(tokens, target, num_items).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_fsdp2_and_a_vocabulary_over_ranks(ranks: Ranks, rng: torch.Generator) -> None:
+    seed = int(torch.randint(2**31, (), generator=rng))
+    expected = whole_batch_gradients(seed, 2, False)
+    for gradients in ranks(gradients_on_a_square, seed):
+        for name, gradient in gradients.items():
+            assert_close_rel(gradient, expected[name], 1e-5, what=name)
 
 
 def recomputed_after_resharding(unshard: bool) -> None:

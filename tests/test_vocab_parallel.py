@@ -276,6 +276,23 @@ def freed(call: Call) -> None:
         loss.sum().backward()
 
 
+def compiled(call: Call) -> None:
+    x, w, _ = call.leaves("xw")
+    mine, v = own(w, "plain", 0), len(w)
+
+    def double(x: Tensor, mine: Tensor) -> Tensor:
+        return 2 * vocab_parallel_linear_cross_entropy(x * 1, mine, call.target, num_classes=v)
+
+    eager = torch.autograd.grad(double(x, mine), (x, mine))
+    for a, b in zip(
+        torch.autograd.grad(torch.compile(double, backend="eager")(x, mine), (x, mine)), eager, strict=True
+    ):
+        assert_equal(a, b)
+    torch._dynamo.reset()  # it would find the graphs on both sides of the break
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="vocab_parallel_linear_cross_entropy"):
+        torch.compile(double, backend="eager", fullgraph=True)(x, mine)
+
+
 def refused(call: Call) -> None:
     x, w, _ = call.leaves("xw")
     mine, ranks, v = own(w, "plain", 0), dist.get_world_size(), len(w)
@@ -306,8 +323,8 @@ def refused(call: Call) -> None:
             vocab_parallel_linear_cross_entropy(*arguments, **options)
 
 
-@pytest.mark.parametrize("job", [differentiated_twice, freed, refused], ids=lambda job: job.__name__)
-def test_refusals(job: Any, ranks: Ranks, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("job", [differentiated_twice, freed, compiled, refused], ids=lambda job: job.__name__)
+def test_jobs(job: Any, ranks: Ranks, rng: torch.Generator) -> None:
     ranks(job, plain_call("unit", 9, 8, 21, torch.float32, rng))
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -35,7 +36,7 @@ from ._vocab_parallel import VocabParallel, VocabSlice
 __all__ = ["global_num_items", "shift_sequence", "vocab_parallel_linear_cross_entropy"]
 
 
-@torch.compiler.disable
+@_disable_dynamo  # torch.compiler.disable, but for its import of all of Dynamo
 def vocab_parallel_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
