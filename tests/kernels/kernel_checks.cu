@@ -145,7 +145,7 @@ void check_rows(int64_t classes, bool general) {
   RowParams p{};
   p.chunk = {t.counts.data, t.rows.data, first, size};
   p.options.logit_scale = 1.0, p.options.label_smoothing = smoothing, p.options.reduction = Reduction::mean;
-  p.num_classes = classes;
+  p.num_classes = p.total_classes = classes;
   p.logits = logits.data, p.logits_dtype = DType::f32, p.logits_pitch = pitch;
   p.target = t.device.data, p.acc = DType::f32, p.ce = ce.data, p.z = zl.data;
   p.grad = logits.data, p.grad_dtype = sizeof(Out) == 2 ? DType::bf16 : DType::f32,
