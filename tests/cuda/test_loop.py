@@ -327,19 +327,23 @@ def test_an_exception_is_not_masked_by_an_error_of_the_device() -> None:
 
 
 def test_a_forked_child_leaves_mapped_memory_alone() -> None:
+    """It delivers what a put of the parent had found before the fork, and not what had only arrived."""
     body = """
     import os, torch, syncfree_ext as sf
     ring = sf.AsyncScalars("cuda", ["x"])
-    ring.put(0, {"x": 1})
-    ring.put(1, {"x": 2})
+    ring.put("read", {"x": 1})
+    torch.cuda.synchronize()
+    ring.put("arrived", {"x": 2})
     torch.cuda.synchronize()
     child = os.fork()
     if child == 0:
-        assert ring.poll() == [] and ring.latest is None and ring.flush() == []
+        assert ring.latest == ("read", {"x": 1.0}), ring.latest
+        assert ring.poll() == [("read", {"x": 1.0})]
+        assert ring.poll() == [] and ring.flush() == []
         ring.close()
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert len(ring.flush()) == 2
+    assert ring.flush() == [("read", {"x": 1.0}), ("arrived", {"x": 2.0})]
     print("fine")
     """
     done = subprocess.run(
