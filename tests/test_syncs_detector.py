@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from syncfree_ext.syncs import SyncError, SyncWarning, allow_sync, explicit, no_sync
 from syncfree_ext.syncs.detector import _hook
@@ -147,11 +151,23 @@ def test_work_wait_is_left_alone() -> None:
     assert not checked.found
 
 
-def test_the_line_is_the_users(tmp_path: Path) -> None:
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file where libraries are installed."""
+    folder = tmp_path / "site-packages"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    return folder / "lib.py"
+
+
+def code_in(file: Path, text: str, **names: Any) -> dict[str, Any]:
+    """What the text defines, as if it were in that file."""
+    exec(compile(textwrap.dedent(text), str(file), "exec"), names)
+    return names
+
+
+def test_the_line_is_the_users(library: Path) -> None:
     """Not the library's between it and torch."""
-    library = tmp_path / "site-packages" / "lib.py"
-    namespace = {"sync": sync.__wrapped__ if hasattr(sync, "__wrapped__") else warnings.warn}
-    exec(compile(f"def go():\n    sync({SYNC_WARNING!r})\n", str(library), "exec"), namespace)
+    namespace = code_in(library, f"def go():\n    sync({SYNC_WARNING!r})\n", sync=warnings.warn)
     with no_sync("warn") as checked, warnings.catch_warnings(record=True):
         line = sys._getframe().f_lineno + 1
         namespace["go"]()
@@ -161,6 +177,57 @@ def test_the_line_is_the_users(tmp_path: Path) -> None:
         line = sys._getframe().f_lineno + 1
         namespace["go"]()
     assert [(Path(found.file).name, found.line) for found in checked.found] == [(HERE, line)]
+
+
+@pytest.fixture
+def waits_in_backward() -> Callable[[Tensor], Tensor]:
+    """An op whose backward waits in torch's own code: between the engine and the wait there is no other frame."""
+    text = f"""
+    class Waits(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            warn({SYNC_WARNING!r})
+            return grad * 2
+    """
+    function = torch.autograd.Function
+    names = code_in(Path(torch.__file__).parent / "waits.py", text, warn=warnings.warn, Function=function, __name__="w")
+    return names["Waits"].apply  # type: ignore[no-any-return]
+
+
+def test_in_backward_the_line_is_that_of_the_call(library: Path, waits_in_backward: Callable[[Tensor], Tensor]) -> None:
+    """The user's, although torch's lines, and a library's, lie in between."""
+    accelerate = code_in(library, "def backward(loss):\n    loss.backward()\n")["backward"]
+    x = torch.ones(2, requires_grad=True)
+    calls = (
+        lambda y: y.backward(),
+        lambda y: torch.autograd.grad(y, x),
+        lambda y: torch.autograd.backward([y]),
+        lambda y: accelerate(y),
+    )
+    for call in calls:
+        y = waits_in_backward(x).sum()
+        where = rf"{HERE}:{call.__code__.co_firstlineno}: a synchronizing operation in backward\."
+        with pytest.raises(SyncError, match=where), no_sync():
+            call(y)
+
+
+def test_a_hook_has_a_line_of_its_own(library: Path) -> None:
+    def hook(grad: Tensor) -> None:
+        sync()
+
+    of_library = code_in(library, f"def hook(grad):\n    warn({SYNC_WARNING!r})\n", warn=warnings.warn)["hook"]
+    for function, where in (
+        (hook, rf"{HERE}:{sync.__code__.co_firstlineno + 2}: a synchronizing operation\."),
+        (of_library, r"lib\.py:2: a synchronizing operation in backward\."),
+    ):
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(function)
+        with pytest.raises(SyncError, match=where), no_sync():
+            (x * 2).sum().backward()
 
 
 def test_bad_action() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncfree_ext.syncs import Kind, Report, Row, allow, merge, truth
+from syncfree_ext.syncs import Kind, Report, Row, allow, merge, sites, truth
 from syncfree_ext.syncs.kinds import ADVICE
 from syncs_samples import random_report
 
@@ -220,6 +220,27 @@ def test_trace() -> None:
     ]
     assert [c.idle for c in calls] == [60, 40, 40, 0]  # after 200 nothing ran until 260; after 480, and 560, until 600
     assert "cudaDeviceSynchronize" in [c.name for c in truth.parse(TRACE)]
+
+
+def test_files_of_the_trace() -> None:
+    """torch's and the finder's are known by where they lie, whether or not the profiler cut their folders."""
+    torch_file, own_file = torch.__file__, sites.__file__
+    for file, mine in {
+        "train.py": True,
+        "torch/nn/modules/module.py": False,
+        torch_file: False,
+        own_file: False,
+        "syncfree_ext/syncs/timer.py": False,
+        "/home/me/torch/train.py": True,
+        "/home/me/site-packages/project/train.py": True,
+        "<frozen runpy>": False,
+        "contextlib.py": False,
+        "my_contextlib.py": True,
+    }.items():
+        main, inner = event("python_function", "main.py(1): main", 0, 90), f"{file}(2): f"
+        trace = [main, event("python_function", inner, 1, 80), event("cuda_runtime", "cudaStreamSynchronize", 2, 70)]
+        (call,) = truth.parse({"traceEvents": trace})
+        assert call.function == (inner if mine else "main.py(1): main"), file
 
 
 def test_summary_names_functions_without_a_row() -> None:

@@ -288,8 +288,9 @@ def test_captured_streams_are_left_alone() -> None:
     assert report.rows == []
 
 
-def test_library_lines(tmp_path: Path) -> None:
+def test_library_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's line is named behind the user's; with user= it is the user's."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages")])
     package = tmp_path / "site-packages" / "somelib"
     package.mkdir(parents=True)
     (package / "lib.py").write_text("def read(x):\n    return x.sum().item()\n", encoding="utf-8")

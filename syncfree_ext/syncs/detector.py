@@ -160,10 +160,13 @@ def no_sync(action: Literal["error", "warn"] = "error", *, user: Sequence[str] =
     def report(stack: Stack, what: str) -> None:
         if checked not in _open.get():
             return  # another thread, or another task
-        site = resolve(stack.user or stack.library or stack.torch)
+        mark = stack.user or stack.library
         if stack.engine:
             what += " in backward"
-            site = site or resolve(frames.innermost(sys._getframe(1)))
+            if mark is None:  # a C++ node, whose warning torch gives out in the frame that ran the engine
+                caller = frames.capture(sys._getframe(1), into_backward=True)
+                mark = caller.user or caller.library
+        site = resolve(mark or stack.torch)
         found = Found(site.file, site.line, what) if site is not None else Found("<unknown>", 0, what)
         reason = _reason.get()
         if reason is not None:

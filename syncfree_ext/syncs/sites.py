@@ -1,13 +1,18 @@
 """Where in the source a call was made: the user's line, the library's line that lies inside, and torch's own.
 
-Frames are classed by file, once for each code object. A capture keeps code objects and instruction offsets, which
-costs about a tenth of a microsecond a frame; lines and sources are looked up when the report is made.
+Frames are classed by file, once for each code object: torch and this package by where they were imported from, other
+libraries by the folders that this interpreter installs into. What a path merely looks like decides nothing. A capture
+keeps code objects and instruction offsets, which costs about a tenth of a microsecond a frame; lines and sources are
+looked up when the report is made.
 """
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
+import site
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +23,36 @@ from typing import NamedTuple
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
 _DYNAMO = (_TORCH + "_dynamo" + os.sep, _TORCH + "_compile.py")
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _ENGINE = _TORCH + os.sep.join(("autograd", "graph.py"))  # noqa: PTH118
-_STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
+_STDLIB = tuple(
+    {folder + os.sep for folder in (*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(os.__file__).parent))}
+)
 
 OURS, TORCH, STDLIB, LIBRARY, USER = range(5)
+
+
+def package_folders() -> tuple[str, ...]:
+    """Where libraries are installed, each with a separator at its end.
+
+    These are this interpreter's own folders, those on sys.path that bear the usual names (another environment's,
+    through PYTHONPATH or a .pth file), and the one that torch was installed into. A folder of such a name elsewhere may
+    well hold a project of the user's.
+    """
+    return _package_folders(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _package_folders(path: tuple[str, ...]) -> tuple[str, ...]:
+    own = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]
+    named = [entry for entry in path if Path(entry).name in ("site-packages", "dist-packages")]
+    beside = Path(_TORCH).parent  # by pip --target, say; a checkout of torch has no dist-info
+    if any(beside.glob("torch-*.dist-info")):
+        named.append(str(beside))
+    # The longest first, so that short_path leaves the least.
+    return tuple(sorted({folder.rstrip(os.sep) + os.sep for folder in (*own, *named)}, key=len, reverse=True))
 
 
 class Mark(NamedTuple):
@@ -70,11 +97,10 @@ class Stack(NamedTuple):
 
 
 def short_path(file: str) -> str:
-    """A path as a person reads it: relative to the working directory, or from site-packages on."""
-    for folder in _PACKAGES:
-        _, separator, tail = file.rpartition(folder)
-        if separator:
-            return tail
+    """A path as a person reads it: from the folder of packages on, or relative to the working directory."""
+    for folder in package_folders():
+        if file.startswith(folder):
+            return file[len(folder) :]
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -93,13 +119,14 @@ class Frames:
         self._classes: dict[CodeType, int] = {}
 
     def class_of(self, code: CodeType) -> int:
-        """OURS, TORCH, LIBRARY or USER."""
+        """OURS, TORCH, STDLIB, LIBRARY or USER."""
         found = self._classes.get(code)
         if found is None:
-            found = self._classes[code] = self._class_of_file(code.co_filename)
+            found = self._classes[code] = self.class_of_file(code.co_filename)
         return found
 
-    def _class_of_file(self, file: str) -> int:
+    def class_of_file(self, file: str) -> int:
+        """The class of the code in a file; STDLIB is also what stands for nobody's line."""
         if any(file == path or file.startswith(path + os.sep) for path in self._user):
             return USER
         if file.startswith(_OURS):
@@ -107,7 +134,7 @@ class Frames:
         if file.startswith(_TORCH):
             # Dynamo's frames stand around others (a dispatch mode, a compiled function) and say nothing.
             return STDLIB if file.startswith(_DYNAMO) else TORCH
-        if any(folder in file for folder in _PACKAGES):
+        if file.startswith(package_folders()):
             return LIBRARY
         # Generated code (<string>, <frozen runpy>) has no line to show; what called it has. A notebook's cells have.
         if file.startswith(_STDLIB) or (file.startswith("<") and not file.startswith("<ipython")):

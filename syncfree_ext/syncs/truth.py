@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import Report, Truth
+from .sites import USER, Frames
 
 # cudaMemcpyAsync and cudaMemcpy block for pageable memory and return at once for pinned; the duration tells.
 _ALWAYS = re.compile(r"cu(da)?(Device|Stream|Event|Ctx)Synchronize")
@@ -26,9 +27,8 @@ _MAY = re.compile(r"cu(da)?(Memcpy|MemAlloc|Malloc|Free|HostAlloc|MemHostAlloc|H
 _RUNTIME = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _FUNCTION = re.compile(r"(?P<file>.*)\((?P<line>\d+)\): (?P<name>.*)")
-_NOT_USER = re.compile(
-    r"(^|/)(torch|syncfree_ext/syncs)/|site-packages/|dist-packages/|^<|^(contextlib|threading|runpy)\.py"
-)
+_CUT_AND_NOT_USER = re.compile(r"(torch|syncfree_ext/syncs)/|(contextlib|threading|runpy)\.py")
+_FRAMES = Frames()
 _MAY_BLOCK_US = 50.0
 
 
@@ -41,6 +41,13 @@ class Blocking:
     duration: float
     function: str | None  # "file.py(12): name", the user's innermost function around it
     idle: float = 0.0  # GPU idle from the end of the call to the next work
+
+
+def _may_be_user(file: str) -> bool:
+    """The profiler cuts the folders of sys.path from the names of files, so that a library's may pass as well."""
+    if Path(file).is_absolute() or file.startswith("<"):
+        return _FRAMES.class_of_file(file) == USER
+    return not _CUT_AND_NOT_USER.match(file)
 
 
 def _complete(events: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
@@ -70,7 +77,7 @@ def parse(trace: Mapping[str, Any], ignore_after: float | None = None) -> list[B
         start, duration = float(event["ts"]), float(event.get("dur", 0.0))
         if category == "python_function":
             match = _FUNCTION.fullmatch(name)
-            if match and not _NOT_USER.search(match["file"]):
+            if match and _may_be_user(match["file"]):
                 functions[event.get("tid")].append((start, start + duration, name))
         elif category in _RUNTIME:
             blocks = _ALWAYS.match(name) or (_MAY.match(name) and duration >= _MAY_BLOCK_US)
