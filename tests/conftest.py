@@ -10,11 +10,12 @@ import gc
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
 
+from gpu_turn import turn
 from ranks import Ranks
 
 _SEED = "SYNCFREE_SEED"
@@ -28,6 +29,7 @@ def _cuda_is_required() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
+    config.addinivalue_line("markers", "alone: measures the GPU, and has it to itself among the tests that use it")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     # In the environment, so that the workers of pytest-xdist take the controller's.
     os.environ.setdefault(_SEED, str(random.SystemRandom().randrange(2**31)))
@@ -51,6 +53,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if torch.cuda.is_available() or _cuda_is_required():
         devices.append(pytest.param("cuda", marks=pytest.mark.cuda))
     metafunc.parametrize("device", devices, indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """On the GPU tests run side by side, in the processes of pytest-xdist, but those that measure it run alone."""
+    if item.get_closest_marker("cuda") is None or not torch.cuda.is_available():
+        return (yield)
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

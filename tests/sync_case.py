@@ -46,11 +46,21 @@ def found(report: Report, path: Path) -> Marks:
 
 
 def differences(path: Path, report: Report) -> list[str]:
-    """What is missing and what is there too much, one sentence each; empty if the marks are met exactly."""
+    """What is missing and what is there too much, one sentence each; empty if the marks are met exactly.
+
+    What was measured follows, to tell why.
+    """
     want, got = marks(path), found(report, path)
     texts = [f"{path.name}:{line} {what} was not found" for line, what in sorted(want.lines - got.lines)]
     texts += [f"{path.name}:{line} {what} was found without a mark" for line, what in sorted(got.lines - want.lines)]
     texts += [f"{path.name}:{line} backward of {node} was not found" for line, node in sorted(want.nodes - got.nodes)]
+    if texts:
+        texts += [
+            f"row {row.where} {row.kind} {row.op} {row.detail}: {row.calls:g} a step, blocked {row.blocked_ms:.3f} ms, "
+            f"waited {row.waited_ms:.3f} ms"
+            for row in report.rows
+        ]
+        texts += [f"slow {op.where} {op.op}: {op.calls:g} a step, {op.ms:.3f} ms" for op in report.slow]
     return texts
 
 
@@ -60,7 +70,7 @@ def run(path: Path, **options: Any) -> Report:
     Raises:
         RuntimeError: the case itself failed.
     """
-    outcome = runner.run(str(path), [], **{"warmup": 2, "steps": 3, **options})
+    outcome = runner.run(str(path), [], **{"warmup": 2, "steps": 5, **options})
     if outcome.status:
         raise RuntimeError(f"{path.name} ended with status {outcome.status}")
     return outcome.report

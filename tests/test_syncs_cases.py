@@ -49,7 +49,7 @@ def test_case_on_a_simulated_card(path: Path, monkeypatch: pytest.MonkeyPatch) -
         report = sync_case.run(path, gpu=gpu)
     want = sync_case.marks(path)
     got = sync_case.found(report, path)
-    assert report.steps == 3
+    assert report.steps == 5
     # Copies between two devices cannot be told where there is one.
     seen = {entry for entry in got.lines if entry[1] != "pageable copy"}
     assert seen == {entry for entry in want.lines if entry[1] in SIMULATED}
@@ -57,6 +57,7 @@ def test_case_on_a_simulated_card(path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 @pytest.mark.parametrize("path", [path for path in sync_case.PATHS if path.name not in sync_case.NEEDS_RANKS], ids=name)
 def test_case(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNC_CASE_STEPS", "8")
@@ -64,6 +65,7 @@ def test_case(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 @pytest.mark.parametrize("path", sync_case.FREE, ids=name)
 def test_no_row_in_200_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNC_CASE_STEPS", "205")

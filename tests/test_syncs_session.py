@@ -196,6 +196,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 def test_clocks_agree() -> None:
     """Work of known length, timed by events, has that length on the host's clock, and ends when a wait for it ends."""
     from syncfree_ext.syncs.gpu import CudaGpu
@@ -215,6 +216,7 @@ def test_clocks_agree() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 def test_profiler_agrees() -> None:
     """Over a loop of reads, torch.profiler sees at least those, and none in a function that has no row."""
     x = torch.ones(1024, 1024, device="cuda")

@@ -97,6 +97,22 @@ def test_a_slow_op_that_ends_with_the_gpu_now_and_then_is_no_wait() -> None:
     assert (report.slow[0].op, report.slow[0].calls) == ("aten::neg", 1.0)
 
 
+@pytest.mark.parametrize("stalls", [1, 2, 3])
+def test_one_call_that_met_a_busy_gpu_is_no_evidence(stalls: int) -> None:
+    """In a loop that the host bounds the GPU is idle when an op begins, but for a stall of the machine."""
+    gpu = FakeGpu()
+    x = torch.ones(3)
+    card = Behaves(gpu, FakeGpu.drain)
+    with card, find_syncs(warmup=1, steps=4, gpu=gpu) as report:
+        for index in range(6):
+            card.default = 1e-3 if 1 <= index <= stalls else 1e-6
+            x.exp()
+            x.neg()
+            step()
+    assert [(row.op, row.calls) for row in report.rows] == ([("aten::neg", stalls / 4)] if stalls > 1 else [])
+    assert [op.op for op in report.slow] == ([] if stalls > 1 else ["aten::neg"])
+
+
 def test_a_wait_of_a_few_microseconds_is_no_row() -> None:
     def waits(gpu: FakeGpu) -> None:
         gpu.drain()

@@ -19,6 +19,8 @@ from .timer import Call, Entry, Like
 # A wait ends soon after the GPU has drained.
 _RETURN = 25e-6
 _MOST_BUSY_INTERVALS = 500
+# Of an op without a reason to wait: one call alone may be chance.
+_LEAST_WAITS = 2
 
 
 class Verdict(enum.Enum):
@@ -95,7 +97,8 @@ def ops_that_wait(timed: Sequence[Timed], slow: float) -> set[Like]:
     """The ops without a reason to wait that did nonetheless.
 
     A slow op can return just when the GPU runs dry, by chance, and in a steady loop even some times. One that waits
-    does so whenever the GPU has work, so nine of ten calls that met a busy GPU must look like it.
+    does so whenever the GPU has work, so nine of ten calls that met a busy GPU must look like it, and two at least:
+    where the host bounds the loop hardly any call meets a busy GPU, and the machine may have stalled that one.
     """
     met_busy: Counter[Like] = Counter()
     waited: Counter[Like] = Counter()
@@ -103,7 +106,7 @@ def ops_that_wait(timed: Sequence[Timed], slow: float) -> set[Like]:
         if entry.like is not None and entry.before > entry.start + NOISE:
             met_busy[entry.like] += 1
             waited[entry.like] += _looks_like_a_wait(entry, slow)
-    return {like for like, count in waited.items() if count >= 0.9 * met_busy[like]}
+    return {like for like, count in waited.items() if count >= max(_LEAST_WAITS, 0.9 * met_busy[like])}
 
 
 def judge(timed: Timed, slow: float, waiting: Collection[Like]) -> Verdict:

@@ -6,6 +6,6 @@ from common import busy, device, steps
 on_host = torch.zeros(4)
 on_device = torch.zeros(4, device=device)
 for _ in steps():
-    busy()
+    busy(64)
     on_device.fill_(on_device.max())
     on_host.fill_(on_device.max())  # FIND: inside an op

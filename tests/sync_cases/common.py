@@ -17,7 +17,10 @@ _b = torch.empty_like(_a)
 
 
 def busy(products: int = 8) -> None:
-    """About a millisecond of work for the GPU, so that there is something to wait for."""
+    """Work for the GPU, so that there is something to wait for: eight take it some tenths of a millisecond.
+
+    An op whose wait is told by time alone needs more, so that the host, however slow, gets there long before the end.
+    """
     for _ in range(products):
         torch.mm(_a, _a, out=_b)
 
