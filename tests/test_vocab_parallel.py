@@ -328,6 +328,12 @@ def test_jobs(job: Any, ranks: Ranks, rng: torch.Generator) -> None:
     ranks(job, plain_call("unit", 9, 8, 21, torch.float32, rng))
 
 
+def test_no_process_group() -> None:
+    x, w = torch.zeros(2, 3), torch.zeros(5, 3)
+    with pytest.raises(RuntimeError, match="init_process_group must have been called"):
+        vocab_parallel_linear_cross_entropy(x, w, torch.zeros(2, dtype=torch.int64), num_classes=5)
+
+
 def calls_and_rows(call: Call, chunk_rows: int | None, workspace_bytes: int | None) -> list[int]:
     """The rows of each chunk of logits that was alive."""
     op, seen = torch.ops.syncfree.flce_shard_logits.default, []

@@ -8,7 +8,7 @@ gloo does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,8 @@ def vocab_parallel_linear_cross_entropy(
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape, device, placement or value does not fit, or an option tensor requires grad.
         IndexError: on the CPU, a target is outside [0, V) and not ignore_index; on CUDA such a row gives NaN.
-        RuntimeError: a backward that computes gradients anew finds that FSDP has freed linear_weight.
+        RuntimeError: there is no process group, or a backward that computes gradients anew finds that FSDP has freed
+            linear_weight.
     """
     name = "syncfree_ext.integrations.distributed.vocab_parallel_linear_cross_entropy"
     if isinstance(linear_weight, DTensor):
@@ -127,7 +128,7 @@ def vocab_parallel_linear_cross_entropy(
         target = _whole(name, "target", target, mesh)
         token_weight = None if token_weight is None else _whole(name, "token_weight", token_weight, mesh)
     else:
-        hidden, group = input, dist.group.WORLD if group is None else group
+        hidden, group = input, _group(name, group)
         _checks.check_tensor(name, "linear_weight", linear_weight)
         if num_classes is None:
             raise ValueError(
@@ -136,8 +137,7 @@ def vocab_parallel_linear_cross_entropy(
             )
         _checks.check_at_least(name, "num_classes", num_classes, 1)
         classes = num_classes
-        first = _first_class(name, linear_weight, cast(dist.ProcessGroup, group), classes, first_class)
-    assert group is not None
+        first = _first_class(name, linear_weight, group, classes, first_class)
     _check_slice(name, hidden, linear_weight, linear_bias, first, classes)
     _checks.check_target(name, target, "input", hidden)
     options = _loss_options(
@@ -283,6 +283,13 @@ def shift_sequence(values: Tensor, shift: int, *, fill: float, group: dist.Proce
 
 
 # -------------------------------------------------------------------------------------------------------------- slices
+
+
+def _group(function: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None and dist.is_initialized() else group
+    if group is None:
+        raise RuntimeError(f"{function}: torch.distributed.init_process_group must have been called")
+    return group
 
 
 def _even_slice(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
