@@ -24,7 +24,15 @@ from rank_jobs import own, score
 from ranks import Ranks
 from syncfree_ext.integrations.distributed import vocab_parallel_linear_cross_entropy
 from test_values import check_gradients, check_outputs, reference_of
-from tolerances import ROUNDOFF, assert_close_rel, assert_equal, lean_bound, loss_tolerance
+from tolerances import (
+    MANY_CHUNKS,
+    ROUNDOFF,
+    assert_close_rel,
+    assert_equal,
+    lean_bound,
+    loss_tolerance,
+    relative_error,
+)
 
 ARRAY = covering_array(
     {
@@ -207,6 +215,19 @@ def test_lean(chunks: int, ranks: Ranks, rng: torch.Generator) -> None:
     _, [(dx, dw, _)] = joined(ranks(score, call, "xw", chunk_rows=64, accum_dtype=torch.bfloat16))
     assert_close_rel(dx, ref.dx, 2.5e-3, what="dx")
     assert_close_rel(dw, ref.dw, max(lean_bound(chunks), 2.5e-3), what="dw")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_chunks_cost_no_accuracy(dtype: torch.dtype, ranks: Ranks, rng: torch.Generator) -> None:
+    """dW over 32 chunks has at most 1.2 times the error of one product of the full size, rounded once."""
+    call = plain_call("unit", 32 * 48, 64, 1000, dtype, rng)
+    call.upstream = call.upstream * 4096
+    ref = reference_of(call)
+    _, [(_, dw, _)] = joined(ranks(score, call, "w", chunk_rows=48))
+    g = torch.softmax(call.input.double() @ call.linear_weight.double().T, 1)
+    g.scatter_add_(1, call.target[:, None], -torch.ones_like(g[:, :1]))
+    single = (g.to(dtype).double().T @ call.input.double() * (4096 / len(g))).to(dtype)
+    assert relative_error(dw, ref.dw) <= MANY_CHUNKS * relative_error(single, ref.dw)
 
 
 def under_autocast(call: Call, dtype: torch.dtype) -> Any:

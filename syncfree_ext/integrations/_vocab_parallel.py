@@ -194,7 +194,8 @@ class _Run:
         db = self.weight.new_empty((classes if need_db else 0,), dtype=acc)
         alpha = self.input.new_ones((3,), dtype=acc)
         if self.rows == 0:
-            dw.zero_(), db.zero_()
+            dw.zero_()
+            db.zero_()
 
         absent, classes_here, total = (
             self._target_is_elsewhere(),
