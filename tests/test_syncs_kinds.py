@@ -39,6 +39,8 @@ ONE = torch.zeros(())
         (aten.index_put_.default, (DEVICE, [LONG], DEVICE), {}, None, None),
         (aten.repeat_interleave.Tensor, (LONG,), {}, Kind.SHAPE, Counts.ALWAYS),
         (aten.repeat_interleave.Tensor, (LONG,), {"output_size": 8}, None, None),
+        (aten.repeat_interleave.Tensor, (LONG,), {"output_size": 0}, None, None),
+        (aten.repeat_interleave.Tensor, (HOST.long(),), {}, None, None),
         (aten._to_copy.default, (HOST,), {"device": torch.device("meta")}, Kind.COPY, Counts.ALWAYS),
         (aten._to_copy.default, (HOST,), {"device": "meta", "non_blocking": True}, Kind.COPY, Counts.IF_SLOW),
         (aten._to_copy.default, (HOST,), {"dtype": torch.half}, None, None),

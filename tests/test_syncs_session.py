@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fake_gpu import FakeGpu, fake_card
+from fake_gpu import Card, FakeGpu, fake_card
 from syncfree_ext.syncs import find_syncs, internals, no_sync, step
+from syncfree_ext.syncs.timer import Timer
 
 
 def train(steps: int, *optimizers: torch.optim.Optimizer) -> None:
@@ -161,11 +162,14 @@ def test_a_mode_of_the_script_may_lie_on_top() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
+    clock = optimizer()
     with fake_card() as gpu, find_syncs(warmup=1, steps=1, gpu=gpu) as report:
         with Passes() as own:
-            train(4, optimizer())
+            train(4, clock)
             assert internals.top_mode() is own
-        torch.ones(2)
+        assert isinstance(internals.top_mode(), Timer)
+        train(1, clock)
+        assert isinstance(internals.top_mode(), Card)  # the first step without the script's mode takes ours away
     assert report.steps == 1
     assert internals.top_mode() is None
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fake_gpu import Card, FakeGpu, fake_card
 from syncfree_ext.syncs import Report, explicit, find_syncs, step
+from syncfree_ext.syncs.collect import Timed, ops_that_wait, work_of
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
+from syncfree_ext.syncs.model import LAUNCH
 
 HERE = Path(__file__).name
 
@@ -178,6 +180,87 @@ def test_costs_are_those_of_leaving_a_wait_out() -> None:
         assert row.idle_ms == pytest.approx(clock(alone) - none, abs=0.1 * (both - none))
 
 
+def fixed(seconds: float) -> Any:
+    """A call that takes the host so long, whatever the GPU does."""
+    return lambda gpu: gpu.host(seconds)
+
+
+def after_work(seconds: float, rest: float = 0.0) -> Any:
+    """A call that waits until the GPU has done its backlog and so much for the call itself."""
+
+    def call(gpu: FakeGpu) -> None:
+        gpu.work(seconds)
+        gpu.drain()
+        gpu.host(rest)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("hint", "call", "stays"),
+    [
+        (Hint(Kind.SCALAR), after_work(0.0, 300e-6), 0.0),
+        (Hint(Kind.COPY), after_work(300e-6), 300e-6),
+        (Hint(Kind.SHAPE), after_work(300e-6), 300e-6),
+        (Hint(Kind.EXPLICIT, "", Counts.IF_SLOW), fixed(300e-6), 0.0),  # an event behind which the GPU has work
+        (Hint(Kind.ALLOCATOR), fixed(2e-3), 0.0),
+        (Hint(Kind.ALLOCATOR, "empty_cache"), after_work(0.0, 300e-6), 0.0),
+    ],
+    ids=["read", "copy", "shape", "event", "allocation", "empty_cache"],
+)
+def test_costs_of_each_kind(hint: Hint, call: Any, stays: float) -> None:
+    """As above, next to a read: what of a call stays when it does not wait, and whether it waits for the backlog."""
+
+    def without(gpu: FakeGpu) -> None:
+        gpu.work(stays)
+        gpu.host(LAUNCH)
+
+    kept = explicit._wrapped(call, "call", hint)
+
+    def loop(gpu: FakeGpu, steps: int, waits: str) -> None:
+        x, total = torch.ones(3), torch.ones(())
+        for _ in range(steps):
+            for _ in range(20):
+                x.exp()
+            x.neg()
+            if "a" in waits:
+                total.item()
+            for _ in range(5):
+                x.exp()
+            (kept if "b" in waits else without)(gpu)
+            for _ in range(60):
+                x.neg()
+            step()
+
+    work = {"aten::exp": 200e-6}
+
+    def clock(waits: str) -> float:
+        with fake_card(work, default=4e-6) as gpu:
+            loop(gpu, 25, waits)
+            return (max(gpu.time, gpu.done) - 100.0) * 1e3 / 25
+
+    with fake_card(work, default=4e-6) as gpu, find_syncs(warmup=2, steps=10, gpu=gpu) as report:
+        loop(gpu, 13, "ab")
+    a, b = sorted(report.rows, key=lambda row: row.line)
+    assert (a.op, b.op, b.calls) == ("aten::_local_scalar_dense", "call", 1.0)
+    assert report.model_error == pytest.approx(0.0, abs=0.01)
+    for row, alone, other in ((a, "a", "b"), (b, "b", "a")):
+        assert row.saves_ms == pytest.approx(clock("ab") - clock(other), abs=0.06)
+        assert row.idle_ms == pytest.approx(clock(alone) - clock(""), abs=0.06)
+
+
+@pytest.mark.parametrize(("waits", "is_one"), [(20, True), (18, True), (17, False), (10, False), (0, False)])
+def test_nine_of_ten_calls_that_met_a_busy_gpu_must_wait(waits: int, is_one: bool) -> None:
+    """What met an idle GPU says nothing, and calls that are not alike speak for themselves."""
+    like, other = ("op", 4, True), ("op", 5, True)
+    waited = Timed(0.0, 1e-3, 0.99e-3, 1e-3, None, like)
+    returned = Timed(0.0, 1e-5, 1e-3, 1e-3, None, like)
+    idle = Timed(0.0, 1e-3, 0.0, 1e-3, None, like)
+    of_another = Timed(0.0, 1e-5, 1e-3, 1e-3, None, other)
+    timed = [waited] * waits + [returned] * (20 - waits) + [idle, of_another] * 20
+    assert ops_that_wait(timed, 50e-6) == ({like} if is_one else set())
+
+
 def test_forward_and_backward_lines() -> None:
     """A node of backward is placed where it was made; a hook and a Function's backward at their own lines."""
 
@@ -285,8 +368,6 @@ def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
 
 def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
     """After a wait the GPU is starved, and an event tells only that an op took it no longer than the host."""
-    from syncfree_ext.syncs.collect import Timed, work_of
-
     like = ("op", 4, True)
     lagging = [Timed(i * 1e-5, (i + 1) * 1e-5, i * 1e-4, (i + 1) * 1e-4, None, like) for i in range(3, 6)]
     starved = Timed(1.0, 1.0 + 5e-4, 1.0, 1.0 + 5e-4, None, like)
