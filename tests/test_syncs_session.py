@@ -39,6 +39,16 @@ def test_of_two_optimizers_the_first_is_the_clock() -> None:
     assert (report.steps, [row.calls for row in report.rows]) == (3, [1.0])
 
 
+def test_an_optimizer_that_is_gone_is_the_clock_no_longer() -> None:
+    with fake_card() as gpu, find_syncs(warmup=1, steps=3, gpu=gpu) as report:
+        first = optimizer()
+        first.step()
+        second = optimizer()
+        del first
+        train(10, second)
+    assert report.steps == 3
+
+
 def test_marks_overrule_the_optimizer() -> None:
     with fake_card() as gpu, find_syncs(warmup=2, steps=3, gpu=gpu) as report:
         clock = optimizer()

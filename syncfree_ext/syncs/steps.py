@@ -7,6 +7,7 @@ itself from its first call on, and the hooks no longer count.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class _Boundaries:
     def __init__(self, ended: Callable[[], None], restarted: Callable[[], None]) -> None:
         self._ended = ended
         self._restarted = restarted
-        self._optimizer: int | None = None
+        self._optimizer: weakref.ref[Any] | None = None
         self._has_marks = False
 
     def marked(self) -> None:
@@ -38,9 +39,10 @@ class _Boundaries:
     def stepped(self, optimizer: Any, *_: object) -> None:
         if self._has_marks:
             return
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if id(optimizer) == self._optimizer:
+        clock = self._optimizer() if self._optimizer is not None else None
+        if clock is None:  # none has stepped, or the one that did is gone
+            self._optimizer, clock = weakref.ref(optimizer), optimizer
+        if clock is optimizer:
             self._ended()
 
 
