@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -175,24 +176,31 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_missing_packages_are_named(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; from syncfree_ext.syncs.__main__ import main; main(['info'])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert ended.returncode == 1
-    assert f'needs {missing}, which is not installed: pip install "syncfree_ext[syncs]"' in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_missing_packages_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.startswith(f"{missing}.") or name in ("syncfree_ext.syncs.cli", "syncfree_ext.syncs.table"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["info"])
+    # A text as the code: Python prints it and ends with status 1.
+    needs = f'syncfree: the command line needs {missing}, which is not installed: pip install "syncfree_ext[syncs]"'
+    assert ended.value.code == needs
 
 
-def test_python_m(script: Path, tmp_path: Path) -> None:
-    """In a process of its own, without a stand-in for the GPU."""
-    command = [sys.executable, "-m", "syncfree_ext.syncs", "--json", str(tmp_path / "r.json"), str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.usefixtures("card")
+def test_python_m(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m syncfree_ext.syncs` is `syncfree syncs`."""
+    monkeypatch.setattr(sys, "argv", ["-", "--json", str(tmp_path / "r.json"), str(script)])
+    monkeypatch.delitem(sys.modules, "syncfree_ext.syncs.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("syncfree_ext.syncs", run_name="__main__")
+    assert not ended.value.code
     assert Report.from_json((tmp_path / "r.json").read_text(encoding="utf-8")).steps == 5
 
 
 def test_under_torchrun(script: Path, tmp_path: Path) -> None:
-    """Each rank is measured, and the first one merges."""
+    """In processes of their own, without a stand-in for the GPU: each rank is measured, and the first one merges."""
     merged = tmp_path / "r.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "syncfree_ext.syncs", "--json", str(merged), str(script)]
@@ -226,24 +234,9 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ranks.rank, ranks.local_rank, ranks.local_count) == (5, 1, 4)
 
 
-@pytest.fixture
-def run_pytest(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Runs a test file of its own with the plugin."""
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["syncfree_ext.syncs.pytest_plugin"]\n', encoding="utf-8")
-
-    def run(text: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "test_it.py").write_text(textwrap.dedent(text), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-
-    return run
-
-
-def test_plugin(run_pytest: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The body is watched, fixtures are not; nothing breaks where there is no GPU; other tests are left alone."""
-    ended = run_pytest(
-        """
+    text = """
         import warnings
         import pytest
         from syncfree_ext.syncs.internals import SYNC_WARNING
@@ -263,9 +256,21 @@ def test_plugin(run_pytest: Callable[[str], subprocess.CompletedProcess[str]]) -
         def test_fixture(slow_fixture, no_sync): pass
         def test_without(): sync()
         """
+    path = tmp_path / "test_with_the_plugin.py"
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, path.stem, None)  # so that it is taken away again
+    monkeypatch.delitem(sys.modules, path.stem)
+    plugin = "syncfree_ext.syncs.pytest_plugin"
+    status = pytest.main(
+        ["-q", "-s", "-p", "no:cacheprovider", "-p", plugin, "-c", str(tmp_path / "pytest.ini"), str(path)]
     )
-    assert "1 failed, 3 passed" in ended.stdout, ended.stdout + ended.stderr
-    assert "test_it.py:7: a synchronizing operation" in ended.stdout
+    out = capsys.readouterr().out
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed, 3 passed" in out, out
+    assert f"{path.name}:7: a synchronizing operation" in out
 
 
 def test_report_is_valid_json(script: Path, tmp_path: Path, card: None) -> None:
