@@ -27,7 +27,7 @@ compile = "$$py" setup.py --quiet egg_info build_ext --inplace
 # The same with tests/native, which shows C++ internals to pytest, where pybind11 is there.
 compile_tests = SYNCFREE_NATIVE=$$("$$py" -c 'import pybind11' 2>/dev/null && echo 1 || echo 0) $(compile)
 # A worker a core, each with whole files, whose fixtures they share; where pytest-xdist is there.
-parallel = $$("$$py" -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 8 --dist loadfile)
+parallel = $$("$$py" -c 'import xdist' 2>/dev/null && echo --numprocesses auto --maxprocesses 8 --dist loadfile)
 
 .PHONY: help
 help: ## list the commands
