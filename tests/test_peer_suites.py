@@ -213,7 +213,9 @@ def test_runner_on_a_checkout(wrong: bool, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- PyTorch's samples
 
-needs_samples = pytest.mark.skipif(not torch_samples.available(), reason="the samples come with torch 2.13")
+needs_samples = pytest.mark.skipif(
+    not torch_samples.available(), reason="the samples come with torch 2.13, and need expecttest"
+)
 
 
 @needs_samples

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class Tally:
 
 
 def available() -> bool:
-    """Whether this torch has the function, and with it the samples."""
-    return hasattr(torch.nn.functional, "linear_cross_entropy")
+    """Whether this torch has the function, and with it the samples, and what their module imports is there."""
+    return hasattr(torch.nn.functional, "linear_cross_entropy") and find_spec("expecttest") is not None
 
 
 def function_samples(variant: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
