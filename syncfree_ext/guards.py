@@ -70,12 +70,15 @@ class NonFiniteGuard:
 
     Raises:
         TypeError: scalars is no AsyncScalars.
+        RuntimeError: a CUDA graph is being captured.
     """
 
     def __init__(self, scalars: AsyncScalars, group: Group = None) -> None:
         if not isinstance(scalars, AsyncScalars):
             raise TypeError(f"{_NAME}: scalars must be an AsyncScalars, got {type(scalars).__name__}")
         self.device, self.depth, self.group = scalars.device, scalars.depth, group
+        if is_capturing(self.device):
+            raise RuntimeError(f"{_NAME}: expected to be made before the capture of a CUDA graph, got a capture")
         self._lane = Lane(self.device, self.depth, 2, 0)
         self._replays = Lane(self.device, self.depth, 2, 0)
         self._counters = torch.zeros(2, dtype=torch.int64, device=self.device)

@@ -76,12 +76,13 @@ class AsyncScalars:
     at construction. Memory that `close` could give back is used again by later objects, but never returned to the
     system.
 
-    In a CUDA graph. A put that is captured is repeated by each replay. It counts its replays on the device; the tag of
-    the n-th one, n = 0, 1, ..., is (tag, n). Replays share a ring of their own, of depth rows, which they overwrite
-    without looking: of more than depth replays between two polls the oldest are lost, and counted in `dropped`. They
-    come in their own order, which is not compared with that of other puts. A number among the values is baked in.
-    `poll` sees replays; `flush` and `close` wait for the whole device once something has been captured. The memory is
-    then kept for the life of the process.
+    In a CUDA graph. A put that is captured is repeated by each replay. Replays whose puts go to one object must follow
+    one another (on one stream, or by events), or they write to the same row. It counts its replays on the device; the
+    tag of the n-th one, n = 0, 1, ..., is (tag, n). Replays share a ring of their own, of depth rows, which they
+    overwrite without looking: of more than depth replays between two polls the oldest are lost, and counted in
+    `dropped`. They come in their own order, which is not compared with that of other puts. A number among the values is
+    baked in. `poll` sees replays; `flush` and `close` wait for the whole device once something has been captured. The
+    memory is then kept for the life of the process.
 
     Two threads may use one object. In a forked child it delivers only what had been read before the fork. In code
     under torch.compile call `put` outside of what is compiled: it is a host-side call.

@@ -60,7 +60,7 @@ TENSOR_OPTIONS = ("class weights", "token weights", "num_items", "schedules")
 
 
 def test_the_list_of_reports_names_tests_that_exist() -> None:
-    named = set(re.findall(r"`(test_\w+)\.py::(test_\w+)`", REPORTS.read_text()))
+    named = set(re.findall(r"`((?:integrations/)?test_\w+)\.py::(test_\w+)`", REPORTS.read_text()))
     assert len(named) > 40
     found: dict[str, set[str]] = {}
     for file, test in sorted(named):
@@ -78,7 +78,7 @@ def test_every_report_has_a_link_and_a_test_or_a_reason() -> None:
         assert re.search(r"\(https://\S+\)", report), row
         assert symptom, row
         assert ours, row
-        assert re.search(r"`test_\w+\.py::test_\w+`|^—$", test), row
+        assert re.search(r"`(?:integrations/)?test_\w+\.py::test_\w+`|^—$", test), row
         # What is not tested says why.
         assert test != "—" or ours.startswith("does not apply: "), row
 

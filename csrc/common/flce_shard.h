@@ -24,8 +24,8 @@ inline Chunk shard_chunk(const char* op, const Tensor& counts, const Tensor& row
   SF_CHECK(rows.scalar_type() == ScalarType::Int && rows.is_contiguous() && rows.dim() == 1, op,
            ": rows must be what count_targets gave, one dimension of int32, got ", shape_of(rows), " of ",
            name_of(rows.scalar_type()));
-  SF_CHECK(first_row >= 0 && size >= 1 && first_row + size <= rows.numel(), op, ": a chunk must lie within the ",
-           rows.numel(), " rows, got [", first_row, ", ", first_row + size, ")");
+  SF_CHECK(first_row >= 0 && size >= 1 && size <= rows.numel() && first_row <= rows.numel() - size, op,
+           ": a chunk must lie within the ", rows.numel(), " rows, got ", size, " from ", first_row);
   return {static_cast<const double*>(counts.const_data_ptr()), static_cast<const int32_t*>(rows.const_data_ptr()),
           first_row, size};
 }
@@ -62,8 +62,8 @@ struct Shard {
     SF_CHECK(w.dim() == 2 && w.size(1) >= 1, op, ": linear_weight must be 2-D (classes, hidden), got shape ",
              shape_of(w));
     classes = w.size(0), hidden = w.size(1);
-    SF_CHECK(first_class >= 0 && first_class + classes <= num_classes, op, ": the slice must lie within the ",
-             num_classes, " classes, got [", first_class, ", ", first_class + classes, ")");
+    SF_CHECK(first_class >= 0 && classes <= num_classes && first_class <= num_classes - classes, op,
+             ": the slice must lie within the ", num_classes, " classes, got ", classes, " from ", first_class);
     weight = with_contiguous_rows(w);
     if (linear_bias) {
       check_floating(op, "linear_bias", *linear_bias);

@@ -204,7 +204,9 @@ struct RowKernel {
 
     for (int64_t k = begin; k < end; ++k) {
       const int64_t i = p.chunk.row_index[p.chunk.first + k], row = p.by_row_index ? i : k;
-      const int64_t target = p.target[i + p.shift], t = target - p.first_class;
+      const int64_t target = p.target[i + p.shift];
+      const bool known = target >= p.first_class && target - p.first_class < n;
+      const int64_t t = known ? target - p.first_class : -1;  // its place among these logits
       const In* z = static_cast<const In*>(p.logits) + row * p.logits_pitch;
       if (buffer) final_logits<Ops>(z, bias, constants.logit_scale, cap, n, buffer, cap_slope);
 
@@ -238,7 +240,7 @@ struct RowKernel {
         } else if (s.max_other > s.target_logit) {
           best = -1;
         }
-        if (p.correct) p.correct[i] = best == t ? 1.0f : 0.0f;
+        if (p.correct) p.correct[i] = known && best == t ? 1.0f : 0.0f;
         if (p.predicted) p.predicted[i] = best + p.first_class;
       }
 

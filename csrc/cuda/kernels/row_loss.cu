@@ -163,9 +163,11 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
   const Row<const In> row(static_cast<const In*>(p.logits) + at * p.logits_pitch);
   const float* all_weights = static_cast<const float*>(p.weight);
   const float* weight = all_weights ? all_weights + p.first_class : nullptr;
-  const int64_t target = p.target[i + p.shift], t = target - p.first_class;
+  const int64_t target = p.target[i + p.shift];
   const bool valid = target >= 0 && target < p.total_classes;
-  const bool known = t >= 0 && t < n;  // among the classes of these logits
+  // Among the classes of these logits; t is its place there, or matches none.
+  const bool known = valid && target >= p.first_class && target - p.first_class < n;
+  const int64_t t = known ? target - p.first_class : -1;
   __syncthreads();
   const Transform<kGeneral> transform{constants.logit_scale, constants.softcap, static_cast<const float*>(p.bias)};
   const bool smoothing = kGeneral && constants.smoothing > 0.f;

@@ -30,6 +30,7 @@ CudaBackend::CudaBackend(const Tensor& like)
 
 void CudaBackend::done(cudaError_t error, const char* kernel) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // reported here, not again by the next launch
   throw std::runtime_error(std::string("syncfree: ") + kernel + " kernel: " + cudaGetErrorString(error));
 }
 

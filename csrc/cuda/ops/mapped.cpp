@@ -17,8 +17,11 @@ std::tuple<Tensor, Tensor> mapped_slots(Tensor like, int64_t rows, int64_t width
   void* device = nullptr;
   cudaError_t error = cudaHostAlloc(&host, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
   if (error == cudaSuccess) error = cudaHostGetDevicePointer(&device, host, 0);
-  if (error != cudaSuccess)
+  if (error != cudaSuccess) {
+    if (host) cudaFreeHost(host);
+    cudaGetLastError();  // reported here, not again by the next launch
     throw std::runtime_error(message(op, ": ", int64_t(bytes), " bytes of mapped memory: ", cudaGetErrorString(error)));
+  }
   std::memset(host, 0, bytes);
   const int64_t size[2] = {rows, width}, stride[2] = {width, 1};
   const torch::headeronly::IntHeaderOnlyArrayRef sizes(size, 2), strides(stride, 2);
