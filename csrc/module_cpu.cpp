@@ -1,8 +1,13 @@
 // Python's view of _C: importing it runs the registrations that the library was linked from.
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
+#include "common/direct_calls.h"
+#include "cpu/backend.h"
 
 PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyMethodDef methods[] = {
+      syncfree::python_method("publish", &syncfree::publish_directly<syncfree::CpuBackend>),
+      syncfree::python_method("read", &syncfree::read_directly),
+      {},
+  };
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -7,20 +7,38 @@ ticket. On CUDA the rows are mapped page-locked memory, on the CPU ordinary memo
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _ops = torch.ops.syncfree
 _publish = _ops.publish_.default
-_read = _ops.read_slot.default
+_cpu: Any = importlib.import_module(f"{__package__}._C")
 
-# The header of a row (csrc/common/loop_params.h).
+# The header of a row, and the dtypes of what can be stored (csrc/common/loop_params.h).
 END, BEGIN, ORIGIN, REPEAT, COLUMNS = range(5)
+_KINDS = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 9,
+}
+
+# What has no dispatch of its own in Python.
+_PLAIN = frozenset({Tensor, Parameter})
 
 # Mapped memory is never freed (csrc/cuda/ops/mapped.h); rows that nothing is on its way to any more are used again.
 _spare: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
@@ -34,7 +52,12 @@ class Lane:
         self.rows, self.width, self.first_integer_column = rows, COLUMNS + columns, first_integer_column
         self._pid = os.getpid()
         self._key = (device.index, rows, self.width) if device.type == "cuda" else None
+        self._device = device
         self.host, self.slots = self._take(device)
+        # What the direct calls take (csrc/common/direct_calls.h); the CPU's do not look at a device.
+        self._native: Any = _cpu if self._key is None else importlib.import_module(f"{__package__}._C_cuda")
+        self._written = (device.index or 0, self.slots.data_ptr(), rows, self.width, first_integer_column)
+        self._seen = (self.host.data_ptr(), rows, self.width, first_integer_column)
         self._cells = (ctypes.c_int64 * self.host.numel()).from_address(self.host.data_ptr())
 
     def _take(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -68,7 +91,14 @@ class Lane:
         counters: Tensor | None = None,
         origin: int = 0,
     ) -> None:
-        """Store values in stream order, under a ticket, or under the next one of counters."""
+        """Store values in stream order, under a ticket, or under the next one of counters.
+
+        The values have one element each and are on the device of the lane; those for int64 columns are integers.
+        """
+        items = _plain_items(values, columns) if counters is None else None
+        if items is not None:
+            self._native.publish(*self._written, ticket, *items)
+            return
         # Nothing is differentiated here, and nobody else has seen the slots: no autograd, no version to count.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             _publish(
@@ -90,10 +120,46 @@ class Lane:
         """The largest ticket that writing has begun for."""
         return max(self._cells[row * self.width + BEGIN] for row in range(self.rows))
 
-    def read(self, ticket: int) -> list[int] | None:
-        """The row of a ticket, or None where it has been overwritten, or has not arrived."""
-        row: list[int] = _read(self.host, ticket).tolist()
-        return row if row[END] == row[BEGIN] == ticket else None
+    def read(self, ticket: int) -> tuple[Any, ...] | None:
+        """The row of a ticket, or None where it has been overwritten, or has not arrived.
+
+        Its header and int64 columns are int, the other columns float.
+        """
+        row: tuple[Any, ...] | None = _cpu.read(*self._seen, ticket)
+        return row
+
+    def stream(self) -> int | None:
+        """The handle of the stream that work for the device goes to now, 0 on the CPU; None while it is captured."""
+        if self._key is None:
+            return 0
+        handle: int | None = self._native.stream(self._device.index)
+        return handle
+
+    def as_stream(self, handle: int) -> torch.cuda.Stream | None:
+        """The stream of a handle; None for the CPU."""
+        if self._key is None:
+            return None
+        if handle == 0:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(handle, self._device)
+
+
+def _plain_items(values: Sequence[Tensor], columns: Sequence[int]) -> list[int] | None:
+    """Address, kind and column of each value; None where one is more than memory, which takes the dispatcher.
+
+    That are subclasses, negative views, layouts and dtypes that a kernel cannot read, and tensors of a function
+    transform.
+    """
+    items: list[int] = []
+    try:
+        for value, column in zip(values, columns, strict=True):
+            kind, address = _KINDS.get(value.dtype), value.data_ptr()
+            if kind is None or address == 0 or type(value) not in _PLAIN or value.is_neg():
+                return None
+            items += (address, kind, column)
+    except RuntimeError:  # there is no address
+        return None
+    return items
 
 
 def wait_until(arrived: Callable[[], bool], stream: torch.cuda.Stream | None, deadline: float | None) -> bool:
@@ -114,11 +180,6 @@ def wait_until(arrived: Callable[[], bool], stream: torch.cuda.Stream | None, de
         time.sleep(nap)
         nap = min(nap + 1e-5, 2e-4)
     return True
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that work for the device goes to now; None for the CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _checks
-from ._slots import COLUMNS, Lane, current_stream, is_capturing, wait_until
+from ._slots import COLUMNS, Lane, wait_until
 from .scalars import AsyncScalars, _captured_memory
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -84,7 +84,7 @@ class NonFiniteGuard:
         self._counters = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._first = torch.zeros((), dtype=torch.int64, device=self.device)  # meaningless while count is 0
         self._count = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._pending: deque[tuple[int, torch.cuda.Stream | None]] = deque()
+        self._pending: deque[tuple[int, int]] = deque()
         self._tickets = 0
         self._captured = False
         self._forgotten = 0  # the last replay before a reset
@@ -108,7 +108,8 @@ class NonFiniteGuard:
             ValueError: a tensor is on another CUDA device.
         """
         _checks.check_integer(_NAME + ".update", "step", step)
-        capturing = is_capturing(self.device)
+        stream = self._lane.stream()
+        capturing = stream is None
         if not capturing:
             self._raise_known()
             if len(self._pending) == self.depth:
@@ -124,12 +125,12 @@ class NonFiniteGuard:
         else:
             self._first.masked_fill_(is_first, step)
         self._count.add_(bad)
-        if capturing:
+        if stream is None:
             self._publish_captured()
             return
         self._tickets += 1
         self._lane.publish([self._first, self._count], [0, 1], ticket=self._tickets)
-        self._pending.append((self._tickets, current_stream(self.device)))
+        self._pending.append((self._tickets, stream))
 
     def poll(self) -> None:
         """Raise if what has arrived so far is bad. Never waits.
@@ -210,8 +211,8 @@ class NonFiniteGuard:
             self._captured = True
         self._replays.publish([self._first, self._count], [0, 1], counters=self._counters)
 
-    def _wait(self, ticket: int, stream: torch.cuda.Stream | None) -> None:
-        wait_until(lambda: self._lane.end(ticket) == ticket, stream, None)
+    def _wait(self, ticket: int, stream: int) -> None:
+        wait_until(lambda: self._lane.end(ticket) == ticket, self._lane.as_stream(stream), None)
 
     def _look_at_oldest(self) -> None:
         ticket, stream = self._pending[0]
@@ -222,7 +223,7 @@ class NonFiniteGuard:
         self._note(row)
         self._raise_known()
 
-    def _note(self, row: list[int]) -> None:
+    def _note(self, row: tuple[Any, ...]) -> None:
         step, count = row[COLUMNS:]
         if count and self._error is None:
             self._error = NonFiniteError(step, count)

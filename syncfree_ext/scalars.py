@@ -7,7 +7,6 @@ and everything after it on its stream waits with it. `AsyncScalars` stores the v
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 import warnings
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._slots import COLUMNS, ORIGIN, REPEAT, Lane, current_stream, is_capturing, resolve_device, wait_until
+from ._slots import COLUMNS, ORIGIN, REPEAT, Lane, is_capturing, resolve_device, wait_until
 
 Value: TypeAlias = "Tensor | float | int"
 Delivery: TypeAlias = "tuple[Any, dict[str, float | int]]"
@@ -49,7 +48,7 @@ class _Entry(NamedTuple):
     tag: Any
     ticket: int
     fields: list[_Field]
-    stream: torch.cuda.Stream | None
+    stream: int
 
 
 class AsyncScalars:
@@ -124,7 +123,7 @@ class AsyncScalars:
         self.dropped = 0
         # float64 columns first (csrc/schemas.cpp).
         order = sorted(self.names, key=lambda name: dtypes[name] == torch.int64)
-        self._columns = {name: column for column, name in enumerate(order)}
+        self._columns = {name: (column, _Field(name, column, 0)) for column, name in enumerate(order)}
         self._first_integer = sum(dtype == torch.float64 for dtype in dtypes.values())
         self._lane = Lane(self.device, depth, len(order), self._first_integer)
         self._replays = Lane(self.device, depth, len(order), self._first_integer)
@@ -162,10 +161,10 @@ class AsyncScalars:
             if self._closed:
                 raise RuntimeError(f"{_NAME}.put: expected an open ring, got one that was closed")
             tensors, columns, fields = self._sort(values)
-            if is_capturing(self.device):
+            stream = self._lane.stream()
+            if stream is None:
                 self._put_captured(tag, tensors, columns, fields)
                 return
-            stream = current_stream(self.device)
             self._make_room(stream)
             self._lane.publish(tensors, columns, ticket=self._tickets + 1)
             with self._lock:
@@ -181,9 +180,10 @@ class AsyncScalars:
         fields: list[_Field] = []
         on_cuda = self.device.type == "cuda"
         for name, value in values.items():
-            column = self._columns.get(name)
-            if column is None:
+            found = self._columns.get(name)
+            if found is None:
                 raise KeyError(f"{_NAME}.put: expected names of {list(self.names)}, got {name!r}")
+            column, field = found
             if isinstance(value, Tensor):
                 self._check_tensor(name, value, column)
                 if on_cuda and value.is_cpu:
@@ -191,13 +191,13 @@ class AsyncScalars:
                 else:
                     tensors.append(value)
                     columns.append(column)
-                    fields.append(_Field(name, column, 0))
+                    fields.append(field)
                     continue
             fields.append(_Field(name, None, self._number(name, value, column)))
         return tensors, columns, fields
 
     def _check_tensor(self, name: str, value: Tensor, column: int) -> None:
-        if hasattr(value, "device_mesh"):
+        if type(value) is not Tensor:
             _checks.check_tensor(f"{_NAME}.put", name, value)
         if value.numel() != 1:
             raise ValueError(f"{_NAME}.put: {name} must have one element, got shape {tuple(value.shape)}")
@@ -221,7 +221,7 @@ class AsyncScalars:
             raise ValueError(f"{_NAME}.put: {name} must fit into int64, got {value}")
         return int(value)
 
-    def _make_room(self, stream: torch.cuda.Stream | None) -> None:
+    def _make_room(self, stream: int) -> None:
         """See to it that the row of the next ticket may be written."""
         with self._lock:
             self._collect()
@@ -234,8 +234,10 @@ class AsyncScalars:
                 )
             if self.on_full == "drop_oldest":
                 # Its kernel still stores into the row, and must not do so after ours.
-                if stream is not None and oldest.stream is not None and oldest.stream != stream:
-                    stream.wait_stream(oldest.stream)
+                if oldest.stream != stream:
+                    ours, theirs = self._lane.as_stream(stream), self._lane.as_stream(oldest.stream)
+                    if ours is not None and theirs is not None:
+                        ours.wait_stream(theirs)
                 self._pending.popleft()
                 self.dropped += 1
                 return
@@ -365,7 +367,7 @@ class AsyncScalars:
             raise RuntimeError(f"{_NAME}: expected to wait in the process that made the ring, got a forked child")
         lane, ticket = self._lane, entry.ticket
         # A later ticket in its row: another thread dropped it meanwhile.
-        return wait_until(lambda: lane.end(ticket) >= ticket, entry.stream, deadline)
+        return wait_until(lambda: lane.end(ticket) >= ticket, lane.as_stream(entry.stream), deadline)
 
     def _wait_for_all(self, deadline: float | None) -> bool:
         if not self._lane.is_own:
@@ -390,8 +392,10 @@ class AsyncScalars:
         """Move what has arrived to the list of what can be delivered. The lock is held."""
         if not self._lane.is_own:
             return
-        while self._pending and self._lane.end(self._pending[0].ticket) == self._pending[0].ticket:
+        while self._pending:
             entry = self._pending[0]
+            if self._lane.end(entry.ticket) != entry.ticket:
+                break
             row = self._lane.read(entry.ticket)
             assert row is not None  # nobody writes to the row before the entry is gone
             self._pending.popleft()
@@ -414,19 +418,10 @@ class AsyncScalars:
             if self.on_full == "drop_oldest":
                 self._keep_newest()
 
-    def _deliver(self, tag: Any, fields: list[_Field], row: list[int]) -> None:
-        floats = self._as_floats(*row[COLUMNS : COLUMNS + self._first_integer])
-        values: dict[str, float | int] = {}
-        for name, column, constant in fields:
-            if column is None:
-                values[name] = constant
-            else:
-                values[name] = floats[column] if column < self._first_integer else row[COLUMNS + column]
+    def _deliver(self, tag: Any, fields: list[_Field], row: tuple[Any, ...]) -> None:
+        values = {name: constant if column is None else row[COLUMNS + column] for name, column, constant in fields}
         self._latest = (tag, values)
         self._ready.append(self._latest)
-
-    def _as_floats(self, *cells: int) -> tuple[float, ...]:
-        return struct.unpack(f"{len(cells)}d", struct.pack(f"{len(cells)}q", *cells))
 
 
 def _dtypes_of(names: Sequence[str] | Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
+from syncfree_ext import _slots
 from syncfree_ext._slots import COLUMNS, Lane
 
 OPS = torch.ops.syncfree
@@ -102,6 +103,79 @@ def test_errors_of_publish(arguments: Any, options: dict[str, Any], message: str
 def test_errors_of_read_slot() -> None:
     with pytest.raises(ValueError, match="syncfree::read_slot: ticket must be at least 1"):
         OPS.read_slot(S, 0)
+
+
+@pytest.mark.parametrize("dtype", _slots._KINDS)
+def test_the_direct_call_stores_what_the_op_stores(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
+) -> None:
+    """For every dtype, views with an offset, and more values than one launch takes."""
+    values = list((torch.rand(130, generator=rng) * 100).to(dtype).to(device)[3:])
+    floats = 127 if dtype.is_floating_point else 60
+    columns = torch.randperm(127, generator=rng).tolist()
+    rows = []
+    for way in ("direct", "op"):
+        lane = Lane(device, 3, 130, floats)
+        with monkeypatch.context() as patch:
+            broken = "_publish" if way == "direct" else "_plain_items"
+            patch.setattr(_slots, broken, lambda *_args, **_options: None)
+            lane.publish(values, columns, ticket=5)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        row = lane.read(5)
+        assert row is not None
+        assert lane.read(4) is lane.read(2) is None
+        rows.append(row)
+    assert rows[0] == rows[1]
+    for value, column in zip(values, columns, strict=True):
+        assert rows[0][COLUMNS + column] == value.item()
+    assert {type(x) for x in rows[0][COLUMNS : COLUMNS + floats]} == {float}
+    assert {type(x) for x in (*rows[0][:COLUMNS], *rows[0][COLUMNS + floats :])} == {int}
+
+
+class Tagged(Tensor):
+    """A subclass, which may be anything but memory."""
+
+
+def test_values_that_are_more_than_memory() -> None:
+    """A negative view, a subclass, and the tensors of a function transform: what they stand for is stored."""
+    lane = Lane(torch.device("cpu"), 2, 1, 1)
+    negative = torch.tensor([1 + 2j]).conj().imag
+    assert negative.is_neg()
+    lane.publish([negative], [0], ticket=1)
+    assert lane.read(1) == (1, 1, 0, 0, -2.0)
+    lane.publish([torch.tensor(3.0).as_subclass(Tagged)], [0], ticket=2)
+    assert lane.read(2) == (2, 2, 0, 0, 3.0)
+    lane.publish([torch._efficientzerotensor(())], [0], ticket=3)
+    assert lane.read(3) == (3, 3, 0, 0, 0.0)
+
+    def square(x: Tensor) -> Tensor:
+        y = x * x
+        lane.publish([y], [0], ticket=4)
+        return y
+
+    assert float(torch.func.grad(square)(torch.tensor(4.0))) == 8.0
+    assert lane.read(4) == (4, 4, 0, 0, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "error", "message"),
+    [
+        ("publish", (0, 1, 1, 5, 1), ValueError, "at least 6 integers, got 5"),
+        ("publish", (0, 1, 1, 5, 1, 1, 8), ValueError, "3 integers for each value"),
+        ("publish", (0, 0, 1, 5, 1, 1), ValueError, "slots and a ticket"),
+        ("publish", (0, 1, 1, 5, 1, 0), ValueError, "slots and a ticket"),
+        ("publish", (0, 1, 1, 5, 1, 1, 8, 10, 0), ValueError, r"values\[0\] must have .* got 8, 10 and 0"),
+        ("publish", (0, 1, 1, 5, 1, 1, 8, 0, 1), ValueError, r"values\[0\] must have .* got 8, 0 and 1"),
+        ("publish", (0, 1, 1, 5, 0, 1, 8, 0, 0), ValueError, r"values\[0\] must be of an integer dtype"),
+        ("publish", (0, 1, 1, 5, 1, "1"), TypeError, "integer"),
+        ("read", (0, 1, 5, 1, 1), ValueError, "expected slots"),
+        ("read", (8, 1, 5, 1, 2**63), OverflowError, "too"),
+    ],
+)
+def test_errors_of_the_direct_calls(call: str, arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        getattr(_slots._cpu, call)(*arguments)
 
 
 def test_a_torn_row_is_seen() -> None:

@@ -485,7 +485,7 @@ def replay(ring: AsyncScalars, monkeypatch: pytest.MonkeyPatch, tag: Any, values
         calls.append(lambda: publish(self, *args, **options))
 
     with monkeypatch.context() as patch:
-        patch.setattr(scalars, "is_capturing", lambda _device: True)
+        patch.setattr(Lane, "stream", lambda _self: None)
         patch.setattr(Lane, "publish", record)
         ring.put(tag, values)
     return calls[0]

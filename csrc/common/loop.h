@@ -49,6 +49,20 @@ inline void check_slots(const char* op, const Tensor& slots) {
            shape_of(slots), " of ", name_of(slots.scalar_type()));
 }
 
+// All values of a ticket, in as many launches as they need.
+template <class Backend>
+void publish_items(Backend& backend, PublishParams& p, const std::vector<PublishParams::Item>& items) {
+  p.first = true;
+  for (size_t start = 0; start < items.size() || p.first;) {
+    p.count = int32_t(std::min<size_t>(items.size() - start, kMaxPublishItems));
+    std::copy_n(items.begin() + start, p.count, p.items);
+    start += p.count;
+    p.last = start == items.size();
+    backend.publish(p);
+    p.first = false;
+  }
+}
+
 template <class Backend>
 void publish_(Tensor slots, std::vector<Tensor> values, std::vector<int64_t> columns, std::vector<double> constants,
               int64_t first_integer_column, int64_t ticket, OptionalTensor counters, int64_t origin) {
@@ -75,7 +89,6 @@ void publish_(Tensor slots, std::vector<Tensor> values, std::vector<int64_t> col
   p.ticket = ticket;
   p.counters = counters ? static_cast<int64_t*>(counters->mutable_data_ptr()) : nullptr;
   p.origin = origin;
-  p.first = true;
 
   // All is checked before the first launch: a slot is written as a whole or not at all.
   std::vector<PublishParams::Item> items(total);
@@ -100,29 +113,26 @@ void publish_(Tensor slots, std::vector<Tensor> values, std::vector<int64_t> col
     item.source = value.const_data_ptr();
   }
   Backend backend(slots);
-  for (size_t start = 0; start < total || p.first;) {
-    p.count = int32_t(std::min<size_t>(total - start, kMaxPublishItems));
-    std::copy_n(items.begin() + start, p.count, p.items);
-    start += p.count;
-    p.last = start == total;
-    backend.publish(p);
-    p.first = false;
-  }
+  publish_items(backend, p, items);
 }
 
 // The row of a ticket, copied in the order that makes a torn copy visible: its first two entries then differ.
+inline void copy_row(const int64_t* slots, int64_t rows, int64_t width, int64_t ticket, int64_t* copy) {
+  const int64_t* row = slots + (ticket - 1) % rows * width;
+  copy[kSlotEnd] = __atomic_load_n(row + kSlotEnd, __ATOMIC_ACQUIRE);
+  for (int64_t i = kSlotOrigin; i < width; ++i) copy[i] = __atomic_load_n(row + i, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  copy[kSlotBegin] = __atomic_load_n(row + kSlotBegin, __ATOMIC_RELAXED);
+}
+
 inline Tensor read_slot(Tensor slots, int64_t ticket) {
   constexpr const char* op = "syncfree::read_slot";
   check_slots(op, slots);
   SF_CHECK(ticket >= 1, op, ": ticket must be at least 1, got ", ticket);
   const int64_t width = slots.size(1);
   Tensor out = new_empty(slots, {width}, ScalarType::Long);
-  const int64_t* row = static_cast<const int64_t*>(slots.const_data_ptr()) + (ticket - 1) % slots.size(0) * width;
-  int64_t* copy = static_cast<int64_t*>(out.mutable_data_ptr());
-  copy[kSlotEnd] = __atomic_load_n(row + kSlotEnd, __ATOMIC_ACQUIRE);
-  for (int64_t i = kSlotOrigin; i < width; ++i) copy[i] = __atomic_load_n(row + i, __ATOMIC_RELAXED);
-  __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  copy[kSlotBegin] = __atomic_load_n(row + kSlotBegin, __ATOMIC_RELAXED);
+  copy_row(static_cast<const int64_t*>(slots.const_data_ptr()), slots.size(0), width, ticket,
+           static_cast<int64_t*>(out.mutable_data_ptr()));
   return out;
 }
 

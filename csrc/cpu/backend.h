@@ -31,6 +31,7 @@ struct CpuBackend {
   static constexpr int64_t column_sum_scratch_bytes(int64_t) { return 0; }
 
   explicit CpuBackend(const Tensor&) {}
+  explicit CpuBackend(int32_t) {}  // a device index, as that of CUDA
   int64_t product_rows(const Chunk& c) const {
     return std::clamp<int64_t>(int64_t(c.counts[kCountRows]) - c.first, 0, c.size);
   }

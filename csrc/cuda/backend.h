@@ -19,7 +19,10 @@ class CudaBackend {
   }
   static int64_t column_sum_scratch_bytes(int64_t columns) { return syncfree::column_sum_scratch_bytes(columns); }
 
-  explicit CudaBackend(const Tensor& like);
+  explicit CudaBackend(const Tensor& like) : CudaBackend(like.get_device_index()) {}
+  explicit CudaBackend(int32_t device);
+  cudaStream_t stream() const { return stream_; }
+  bool is_capturing() const;
   int64_t product_rows(const Chunk& c) const { return c.size; }
   void count(const CountParams& p) { done(launch_count(p, stream_), "count"); }
   void gather(const GatherParams& p) { done(launch_gather(p, stream_), "gather"); }

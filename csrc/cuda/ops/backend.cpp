@@ -14,8 +14,7 @@ cudaStream_t current_stream(int32_t device) {
 
 }  // namespace
 
-CudaBackend::CudaBackend(const Tensor& like)
-    : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {
+CudaBackend::CudaBackend(int32_t device) : guard_(device), stream_(current_stream(device)) {
   // With a driver too old for the runtime in this library no call succeeds: say which, once, before a kernel fails for
   // a stranger reason.
   static const cudaError_t usable = [] {
@@ -26,6 +25,16 @@ CudaBackend::CudaBackend(const Tensor& like)
     throw std::runtime_error(
         "syncfree: this build carries the CUDA 13 runtime, which needs an NVIDIA driver of the 580 series or newer");
   done(usable, "device query");
+}
+
+bool CudaBackend::is_capturing() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream_, &status);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // reported here, not again by the next launch
+    done(error, "query of the capture");
+  }
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void CudaBackend::done(cudaError_t error, const char* kernel) {
