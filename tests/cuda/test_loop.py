@@ -625,6 +625,35 @@ def test_masked_indices_in_a_graph(kind: str, rng: torch.Generator) -> None:
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("length", [31, 8192, 8193, 20002, 32768, 32769])
+@pytest.mark.parametrize("keys", ["first", "seed", torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_masked_indices_of_any_length(length: int, keys: Any, rng: torch.Generator) -> None:
+    """As on the CPU: rows that are kept in registers and rows that are not, whole groups of four and not, few keys."""
+    for density, values, offset in ((0.5, 2**24, 0), (0.9, 5, 1), (0.02, 2**24, 4), (1.0, 1, 0)):
+        mask = (torch.rand(offset + 3 * length, generator=rng) < density)[offset:].view(3, length)
+        scores = torch.randint(values, (offset + 3 * length,), generator=rng).double().div(values).sub(0.5)
+        scores[torch.rand(scores.shape, generator=rng) < 0.01] = float("nan")
+        options: dict[str, Any] = {}
+        if keys == "seed":
+            options = {"order": "random", "seed": 3}
+        elif keys != "first":
+            options = {"order": "random", "scores": scores.to(keys)[offset:].view(3, length)}
+        limit = torch.tensor([2, length // 3, length + 5])
+        there = {key: moved(value, offset) for key, value in options.items()}
+        for size in (1, 512, length + 3):
+            got = select(moved(mask, offset), size, limit=limit.cuda(), **there)
+            for a, b in zip(got, select(mask, size, limit=limit, **options), strict=True):
+                assert torch.equal(a.cpu(), b)
+
+
+def moved(value: Any, offset: int) -> Any:
+    """A tensor on the GPU, which starts offset entries behind an aligned address; all else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    place = torch.empty(offset + value.numel(), dtype=value.dtype, device="cuda")[offset:].view_as(value)
+    return place.copy_(value)
+
+
 def test_masked_indices_large(rng: torch.Generator) -> None:
     """Rows beyond one tile of the block many times over, and many rows."""
     for rows, length, size in ((1, 3_000_001, 10_000), (5000, 513, 40)):

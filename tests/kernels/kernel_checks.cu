@@ -2,6 +2,7 @@
 //   cmake --build build/cmake --target kernel_checks && ctest --test-dir build/cmake
 // Exit code: the number of failed checks, 77 (ctest: skipped) without a device.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -232,29 +233,40 @@ void check_scale() {
     }
 }
 
-// Keys of few values, so that ties decide; lengths around a tile of the block.
+// Keys of few values, so that ties decide; lengths around a tile of the block, and around those from which on another
+// kernel runs; rows that start at any address.
 void check_select() {
-  for (int64_t length : {0, 1, 5, 4095, 4096, 4097, 20001})
+  for (int64_t length : {0, 1, 5, 4095, 4096, 4097, 8192, 8193, 20001, 20004, 32767, 32768, 32769})
     for (int values : {1, 3, 1 << 24})
       for (int64_t size : {0, 1, 100, 5000})
-        for (KeyKind kind : {KeyKind::none, KeyKind::f32, KeyKind::f64, KeyKind::philox}) {
-          const int64_t rows = 3;
-          const size_t n = size_t(rows * length);
+        for (KeyKind kind : {KeyKind::none, KeyKind::f32, KeyKind::bf16, KeyKind::f16, KeyKind::f64, KeyKind::philox}) {
+          const int64_t rows = 3, offset = int64_t(rng() % 4);
+          const size_t n = size_t(rows * length + offset);
           std::vector<uint8_t> mask(n);
           std::vector<double> keys(n);
           for (size_t i = 0; i < n; ++i)
-            mask[i] = rng() % 3 != 0, keys[i] = double(rng() % uint64_t(values)) / values - 0.5;
+            mask[i] = uint8_t(rng() % 3 ? 1 + rng() % 255 : 0),
+            keys[i] = double(rng() % uint64_t(values)) / values - 0.5;
           const std::vector<int64_t> limit{-1, size / 2, size + 5}, ids{7, -3, int64_t(1) << 40};
           const Device<uint8_t> mask_device(mask);
           const Device<double> wide(keys);
-          const Device<float> narrow(std::vector<float>(keys.begin(), keys.end()));
+          const std::vector<float> singles(keys.begin(), keys.end());
+          std::vector<__nv_bfloat16> brains(n);
+          std::vector<__half> halves(n);
+          for (size_t i = 0; i < n; ++i) brains[i] = __float2bfloat16(singles[i]), halves[i] = __float2half(singles[i]);
+          const Device<float> narrow(singles);
+          const Device<__nv_bfloat16> brain(brains);
+          const Device<__half> half(halves);
           const Device<int64_t> limit_device(limit), ids_device(ids);
           Device<int64_t> indices(size_t(rows * size)), count(static_cast<size_t>(rows));
           Device<uint8_t> valid(size_t(rows * size));
           SelectParams p{};
-          p.mask = mask_device.data, p.rows = rows, p.length = length, p.size = size, p.max_kept = size;
+          p.mask = mask_device.data + offset, p.rows = rows, p.length = length, p.size = size, p.max_kept = size;
           p.limit = limit_device.data, p.key_kind = kind, p.seed = 99, p.row_ids = ids_device.data, p.fill_value = -9;
-          p.keys = kind == KeyKind::f32 ? static_cast<const void*>(narrow.data) : wide.data;
+          p.keys = kind == KeyKind::f32    ? static_cast<const void*>(narrow.data + offset)
+                   : kind == KeyKind::bf16 ? static_cast<const void*>(brain.data + offset)
+                   : kind == KeyKind::f16  ? static_cast<const void*>(half.data + offset)
+                                           : static_cast<const void*>(wide.data + offset);
           p.indices = indices.data, p.valid = reinterpret_cast<bool*>(valid.data), p.count = count.data;
           CUDA(launch_select(p, nullptr));
           CUDA(cudaDeviceSynchronize());
@@ -263,11 +275,14 @@ void check_select() {
           for (int64_t r = 0; r < rows; ++r) {
             std::vector<int64_t> set;
             for (int64_t i = 0; i < length; ++i)
-              if (mask[size_t(r * length + i)]) set.push_back(i);
+              if (mask[size_t(offset + r * length + i)]) set.push_back(i);
             const auto key = [&](int64_t i) {
               if (kind == KeyKind::none) return 0.0;
               if (kind == KeyKind::philox) return double(philox_keys(99, ids[size_t(r)], i / 4).word[i % 4]);
-              return kind == KeyKind::f32 ? double(float(keys[size_t(r * length + i)])) : keys[size_t(r * length + i)];
+              const size_t at = size_t(offset + r * length + i);
+              if (kind == KeyKind::bf16) return double(__bfloat162float(brains[at]));
+              if (kind == KeyKind::f16) return double(__half2float(halves[at]));
+              return kind == KeyKind::f32 ? double(singles[at]) : keys[at];
             };
             bool same = got_count[size_t(r)] == int64_t(set.size());
             std::stable_sort(set.begin(), set.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
@@ -278,8 +293,8 @@ void check_select() {
               same = same && got[size_t(r * size + i)] == (kept ? set[size_t(i)] : -9) &&
                      got_valid[size_t(r * size + i)] == (kept ? 1 : 0);
             }
-            CHECK(same, "select: length=%ld values=%d size=%ld kind=%d row=%ld", long(length), values, long(size),
-                  int(kind), long(r));
+            CHECK(same, "select: length=%ld values=%d size=%ld kind=%d row=%ld offset=%ld", long(length), values,
+                  long(size), int(kind), long(r), long(offset));
           }
         }
 }

@@ -6,7 +6,10 @@
 //    is left are ties.
 // 2. Emission, in order of positions: a scan over the block ranks the keys below the prefix and those equal to it; of
 //    the latter the first ones fill what is left. Without keys the prefix is empty, so all are equal: the same code.
-// Bytes: mask and keys once for each pass; Philox keys are computed again in each. 9 for each column written.
+// Rows of up to 32768 with keys of 32 bits stay in registers: mask and keys are read once, all loads in flight
+// together, Philox keys are computed once, and one scan serves the whole emission. Longer rows and float64 keys are read
+// again in each pass, a tile at a time.
+// Bytes: mask and keys once, or once for each pass; 9 for each column written.
 #include <type_traits>
 
 #include "../../common/keys.h"
@@ -33,41 +36,69 @@ struct Shared {
   int64_t left, in_digit;
 };
 
-// Inclusive over the block; `buffer` alternates between calls, which saves a barrier. total: over the block.
-__device__ __forceinline__ uint64_t block_scan(uint64_t x, uint64_t* buffer, uint64_t& total) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+// Inclusive over the warp.
+template <class T>
+__device__ __forceinline__ T warp_scan(T x) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
-    const uint64_t left = __shfl_up_sync(0xffffffffu, x, offset);
-    if (lane >= offset) x += left;
+    const T left = __shfl_up_sync(0xffffffffu, x, offset);
+    if (threadIdx.x % kWarp >= offset) x += left;
   }
+  return x;
+}
+
+// Inclusive over the block, with one barrier; `buffer` must be free, and a barrier must follow before the next use of
+// it: callers alternate, or have one anyway. total: over the block.
+template <class T>
+__device__ __forceinline__ T block_scan(T x, T* buffer, T& total) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  x = warp_scan(x);
   if (lane == kWarp - 1) buffer[warp] = x;
   __syncthreads();
-  uint64_t sums = buffer[lane];
-#pragma unroll
-  for (int offset = 1; offset < kWarps; offset *= 2) {
-    const uint64_t left = __shfl_up_sync(0xffffffffu, sums, offset);
-    if (lane >= offset) sums += left;
-  }
+  const T sums = warp_scan(buffer[lane]);
   total = __shfl_sync(0xffffffffu, sums, kWarps - 1);
-  const uint64_t before = __shfl_sync(0xffffffffu, sums, warp ? warp - 1 : 0);
+  const T before = __shfl_sync(0xffffffffu, sums, warp ? warp - 1 : 0);
   return warp ? x + before : x;
 }
 static_assert(kWarps == kWarp);
 
-// Bit e: position base + e is set.
-__device__ __forceinline__ unsigned flags_at(const uint8_t* mask, int64_t base, int64_t length) {
-  unsigned flags = 0;
-  if (base + kEach <= length && (reinterpret_cast<uintptr_t>(mask + base) & 3) == 0) {
-    const uchar4 m = *reinterpret_cast<const uchar4*>(mask + base);
-    return (m.x ? 1u : 0u) | (m.y ? 2u : 0u) | (m.z ? 4u : 0u) | (m.w ? 8u : 0u);
-  }
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    if (base + e < length && mask[base + e]) flags |= 1u << e;
-  }
-  return flags;
+// kEach consecutive entries in as few loads as there can be.
+template <class T>
+struct alignas(sizeof(T) * kEach < 16 ? sizeof(T) * kEach : 16) Group {
+  T v[kEach];
+};
+
+// Whether the row consists of whole groups that can be loaded as such.
+template <class T>
+__device__ __forceinline__ bool is_grouped(const T* row, int64_t length) {
+  return length % kEach == 0 && reinterpret_cast<uintptr_t>(row) % alignof(Group<T>) == 0;
 }
+
+// A row of the mask. Bit e of the flags: position base + e is set.
+struct Mask {
+  const uint8_t* row;
+  int64_t length;
+  bool grouped;
+  __device__ Mask(const SelectParams& p, int64_t index)
+      : row(p.mask + index * p.length), length(p.length), grouped(is_grouped(row, p.length)) {}
+  __device__ __forceinline__ unsigned grouped_flags(int64_t base) const {
+    if (base >= length) return 0;
+    const Group<uint8_t> m = *reinterpret_cast<const Group<uint8_t>*>(row + base);
+    return (m.v[0] ? 1u : 0u) | (m.v[1] ? 2u : 0u) | (m.v[2] ? 4u : 0u) | (m.v[3] ? 8u : 0u);
+  }
+  __device__ __forceinline__ unsigned single_flags(int64_t base) const {
+    unsigned flags = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (base + e < length && row[base + e]) flags |= 1u << e;
+    }
+    return flags;
+  }
+  __device__ __forceinline__ unsigned flags(int64_t base) const {
+    return grouped ? grouped_flags(base) : single_flags(base);
+  }
+};
+static_assert(kEach == 4);
 
 __device__ __forceinline__ uint64_t ordered_element(double x) {
   return ordered_key(x);
@@ -77,24 +108,38 @@ __device__ __forceinline__ uint32_t ordered_element(T x) {
   return ordered_key(to_float(x));
 }
 
+// Sources of keys. load_group is for rows that are `grouped`, and reads whole groups; load_set reads only what is set:
+// other positions may lie behind the end. Keys of positions that are not set mean nothing.
 template <class T>
 struct ArrayKeys {
   using Key = decltype(ordered_element(T()));
-  const T* keys;
-  __device__ ArrayKeys(const SelectParams& p, int64_t row) : keys(static_cast<const T*>(p.keys) + row * p.length) {}
-  // Only of positions that are set: others may lie behind the end.
-  __device__ __forceinline__ void load(int64_t base, unsigned flags, Key (&out)[kEach]) const {
+  const T* row;
+  int64_t length;
+  bool grouped;
+  __device__ ArrayKeys(const SelectParams& p, int64_t index)
+      : row(static_cast<const T*>(p.keys) + index * p.length), length(p.length), grouped(is_grouped(row, p.length)) {}
+  __device__ __forceinline__ void load_group(int64_t base, Key (&out)[kEach]) const {
+    if (base >= length) return;
+    const Group<T> keys = *reinterpret_cast<const Group<T>*>(row + base);
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) out[e] = flags >> e & 1 ? ordered_element(keys[base + e]) : Key(0);
+    for (int e = 0; e < kEach; ++e) out[e] = ordered_element(keys.v[e]);
+  }
+  __device__ __forceinline__ void load_set(int64_t base, unsigned flags, Key (&out)[kEach]) const {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (flags >> e & 1) out[e] = ordered_element(row[base + e]);
+    }
   }
 };
 
 struct PhiloxKeys {
   using Key = uint32_t;
+  static constexpr bool grouped = false;  // groups without a position that is set are not computed
   uint64_t seed;
   int64_t row_id;
   __device__ PhiloxKeys(const SelectParams& p, int64_t row) : seed(p.seed), row_id(p.row_ids ? p.row_ids[row] : row) {}
-  __device__ __forceinline__ void load(int64_t base, unsigned flags, Key (&out)[kEach]) const {
+  __device__ __forceinline__ void load_group(int64_t, Key (&)[kEach]) const {}
+  __device__ __forceinline__ void load_set(int64_t base, unsigned flags, Key (&out)[kEach]) const {
     if (!flags) return;
     const Philox4 words = philox_keys(seed, row_id, base / kEach);
 #pragma unroll
@@ -104,12 +149,36 @@ struct PhiloxKeys {
 
 struct NoKeys {
   using Key = uint32_t;
+  static constexpr bool grouped = false;
   __device__ NoKeys(const SelectParams&, int64_t) {}
-  __device__ __forceinline__ void load(int64_t, unsigned, Key (&out)[kEach]) const {
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) out[e] = 0;
-  }
+  __device__ __forceinline__ void load_group(int64_t, Key (&)[kEach]) const {}
+  __device__ __forceinline__ void load_set(int64_t, unsigned, Key (&)[kEach]) const {}
 };
+
+template <class Keys>
+__device__ __forceinline__ void load_keys(const Keys& keys, int64_t base, unsigned flags,
+                                          typename Keys::Key (&out)[kEach]) {
+  if (keys.grouped) {
+    keys.load_group(base, out);
+  } else {
+    keys.load_set(base, flags, out);
+  }
+}
+
+__device__ __forceinline__ int64_t room_of(const SelectParams& p, int64_t row) {
+  if (!p.limit) return p.max_kept;
+  const int64_t limit = p.limit[row];
+  return limit < 0 ? 0 : limit < p.max_kept ? limit : p.max_kept;
+}
+
+// All but the selected positions. kept: how many those are.
+__device__ __forceinline__ void finish_row(const SelectParams& p, int64_t row, int64_t count, int64_t kept) {
+  for (int64_t i = threadIdx.x; i < p.size; i += kThreads) {
+    p.valid[row * p.size + i] = i < kept;
+    if (i >= kept) p.indices[row * p.size + i] = p.fill_value;
+  }
+  if (threadIdx.x == 0) p.count[row] = count;
+}
 
 // Keys with (key & known) < prefix are kept, and the first `ties` of those that are equal to it.
 template <class Key>
@@ -119,8 +188,8 @@ struct Threshold {
 };
 
 template <class Keys>
-__device__ Threshold<typename Keys::Key> find_threshold(const SelectParams& p, const uint8_t* mask, const Keys& keys,
-                                                        int64_t room, int64_t& count, Shared& shared) {
+__device__ Threshold<typename Keys::Key> find_threshold(const Mask& mask, const Keys& keys, int64_t room,
+                                                        int64_t& count, Shared& shared) {
   using Key = typename Keys::Key;
   constexpr int kBits = int(sizeof(Key)) * 8;
   Threshold<Key> t{0, 0, room};
@@ -129,10 +198,10 @@ __device__ Threshold<typename Keys::Key> find_threshold(const SelectParams& p, c
     const int bits = bits_left < kDigitBits ? bits_left : kDigitBits, shift = bits_left - bits;
     shared.histogram[threadIdx.x] = shared.histogram[threadIdx.x + kThreads] = 0;
     __syncthreads();
-    for (int64_t base = threadIdx.x * kEach; base < p.length; base += kTile) {
-      const unsigned flags = flags_at(mask, base, p.length);
+    for (int64_t base = threadIdx.x * kEach; base < mask.length; base += kTile) {
+      const unsigned flags = mask.flags(base);
       Key key[kEach] = {};
-      keys.load(base, flags, key);
+      load_keys(keys, base, flags, key);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
         if ((flags >> e & 1) && (key[e] & t.known) == t.prefix)
@@ -166,22 +235,19 @@ __device__ Threshold<typename Keys::Key> find_threshold(const SelectParams& p, c
 }
 
 template <class Keys>
-__global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_constant__ SelectParams p) {
   using Key = typename Keys::Key;
   __shared__ Shared shared;
   const int64_t row = blockIdx.x;
-  const uint8_t* mask = p.mask + row * p.length;
   int64_t* indices = p.indices + row * p.size;
-  bool* valid = p.valid + row * p.size;
-  int64_t room = p.max_kept;
-  if (p.limit) room = p.limit[row] < 0 ? 0 : p.limit[row] < room ? p.limit[row] : room;
-
+  int64_t room = room_of(p, row);
+  const Mask mask(p, row);
   const Keys keys(p, row);
   constexpr bool kHasKeys = !std::is_same_v<Keys, NoKeys>;
   int64_t count = 0;
   Threshold<Key> t{0, 0, room};
   if constexpr (kHasKeys) {
-    t = find_threshold(p, mask, keys, room, count, shared);
+    t = find_threshold(mask, keys, room, count, shared);
     room = count < room ? count : room;
     __syncthreads();  // warp_total is written again
   }
@@ -192,9 +258,9 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
   for (int64_t start = 0; start < p.length; start += kTile) {
     if (kHasKeys && below_before + (equal_before < t.ties ? equal_before : t.ties) >= room) break;
     const int64_t base = start + threadIdx.x * kEach;
-    const unsigned flags = flags_at(mask, base, p.length);
+    const unsigned flags = mask.flags(base);
     Key key[kEach] = {};
-    keys.load(base, flags, key);
+    load_keys(keys, base, flags, key);
     unsigned below = 0, equal = 0;
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -223,35 +289,191 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
     count = equal_before;
     room = count < room ? count : room;
   }
-  for (int64_t i = threadIdx.x; i < p.size; i += kThreads) {
-    valid[i] = i < room;
-    if (i >= room) indices[i] = p.fill_value;
+  finish_row(p, row, count, room);
+}
+
+// ------------------------------------------------------------------------------------------- rows kept in registers
+
+constexpr int kCopies = 4;  // of the histogram, by lane: keys of a warp often agree in a digit (floats, above all)
+
+template <int kTiles>
+struct ShortShared {
+  alignas(16) unsigned histogram[kDigits * kCopies];
+  unsigned warp_total[kWarps];
+  unsigned tile_total[kTiles][kWarps];
+  unsigned digit, left, in_digit;
+};
+
+template <int kTiles>
+__device__ __forceinline__ Threshold<uint32_t> find_short_threshold(const uint32_t (&key)[kTiles][kEach],
+                                                                    unsigned flags, unsigned room, unsigned& count,
+                                                                    ShortShared<kTiles>& shared) {
+  uint32_t known = 0, prefix = 0;
+  unsigned ties = room;
+  // Digits 2 * thread and 2 * thread + 1, which this thread alone reads and clears.
+  uint4* own = reinterpret_cast<uint4*>(shared.histogram) + 2 * threadIdx.x;
+  static_assert(kCopies == 4);
+  own[0] = own[1] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  for (int bits_left = 32; bits_left > 0;) {
+    const int bits = bits_left < kDigitBits ? bits_left : kDigitBits, shift = bits_left - bits;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if ((flags >> (t * kEach + e) & 1) && (key[t][e] & known) == prefix)
+          atomicAdd(&shared.histogram[(key[t][e] >> shift & ((1u << bits) - 1)) * kCopies + threadIdx.x % kCopies], 1u);
+      }
+    }
+    __syncthreads();
+    const uint4 a = own[0], b = own[1];
+    own[0] = own[1] = make_uint4(0, 0, 0, 0);
+    const unsigned low = a.x + a.y + a.z + a.w, high = b.x + b.y + b.z + b.w;
+    unsigned total = 0;
+    const unsigned through = block_scan(low + high, shared.warp_total, total);
+    if (bits_left == 32) {
+      count = total;
+      if (room == 0 || count <= room) return {0, 0, room};  // none or all: no key decides
+    }
+    const unsigned before = through - low - high;
+    if (before < ties && ties <= through) {  // one thread: the ranges are disjoint
+      const bool upper = ties > before + low;
+      shared.digit = 2 * threadIdx.x + upper;
+      shared.left = ties - before - (upper ? low : 0);
+      shared.in_digit = upper ? high : low;
+    }
+    // Behind it the histogram is clear and warp_total free. What is read here is written again two barriers later.
+    __syncthreads();
+    prefix |= shared.digit << shift;
+    known |= ((1u << bits) - 1) << shift;
+    ties = shared.left;
+    if (shared.left == shared.in_digit) break;
+    bits_left = shift;
   }
-  if (threadIdx.x == 0) p.count[row] = count;
+  return {known, prefix, ties};
+}
+
+// A thread has positions (tile * kThreads + thread) * kEach + e; tiles are in order, and so are threads in a tile.
+template <class Keys, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1) select_short_kernel(const __grid_constant__ SelectParams p) {
+  static_assert(kTiles * kEach <= 32, "a flag for each position of a thread");
+  static_assert(kTiles * kTile < 1 << 16, "two counts of a row in 32 bits");
+  __shared__ ShortShared<kTiles> shared;
+  const int64_t row = blockIdx.x;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = threadIdx.x * kEach;
+  const Mask mask(p, row);
+  const Keys keys(p, row);
+
+  // The branches are outside of the loops, so that all loads of a loop are in flight together.
+  uint32_t key[kTiles][kEach] = {};
+  if (keys.grouped) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) keys.load_group(first + t * kTile, key[t]);
+  }
+  unsigned flags = 0;
+  if (mask.grouped) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) flags |= mask.grouped_flags(first + t * kTile) << (t * kEach);
+  } else {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) flags |= mask.single_flags(first + t * kTile) << (t * kEach);
+  }
+  if (!keys.grouped) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      keys.load_set(first + t * kTile, flags >> (t * kEach) & ((1u << kEach) - 1), key[t]);
+    }
+  }
+
+  // No row has more than kTiles * kTile.
+  const int64_t wanted = room_of(p, row);
+  const unsigned room = unsigned(wanted < kTiles * kTile ? wanted : kTiles * kTile);
+  unsigned count = 0;
+  Threshold<uint32_t> threshold{0, 0, room};
+  if constexpr (!std::is_same_v<Keys, NoKeys>) threshold = find_short_threshold(key, flags, room, count, shared);
+  const unsigned ties = unsigned(threshold.ties);
+
+  unsigned below = 0, equal = 0;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const uint32_t head = key[t][e] & threshold.known;
+      below |= (head < threshold.prefix ? 1u : 0u) << (t * kEach + e);
+      equal |= (head == threshold.prefix ? 1u : 0u) << (t * kEach + e);
+    }
+  }
+  below &= flags;
+  equal &= flags;
+
+  // Both counts in one scan: those below in the upper half.
+  unsigned before[kTiles];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const unsigned in_tile = ((1u << kEach) - 1) << (t * kEach);
+    const unsigned own = unsigned(__popc(below & in_tile)) << 16 | unsigned(__popc(equal & in_tile));
+    const unsigned through = warp_scan(own);
+    before[t] = through - own;
+    if (lane == kWarp - 1) shared.tile_total[t][warp] = through;
+  }
+  __syncthreads();
+  unsigned tiles_before = 0;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const unsigned in_warp = shared.tile_total[t][lane];
+    before[t] += tiles_before + __reduce_add_sync(0xffffffffu, lane < warp ? in_warp : 0u);
+    tiles_before += __reduce_add_sync(0xffffffffu, in_warp);
+  }
+  if constexpr (std::is_same_v<Keys, NoKeys>) count = tiles_before & 0xffffu;
+  const unsigned kept = count < room ? count : room;
+
+  int64_t* indices = p.indices + row * p.size;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    unsigned below_at = before[t] >> 16, equal_at = before[t] & 0xffffu;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const bool is_below = below >> (t * kEach + e) & 1, is_equal = equal >> (t * kEach + e) & 1;
+      const unsigned at = below_at + (equal_at < ties ? equal_at : ties);
+      if ((is_below || (is_equal && equal_at < ties)) && at < kept) indices[at] = first + t * kTile + e;
+      below_at += is_below;
+      equal_at += is_equal;
+    }
+  }
+  finish_row(p, row, count, kept);
+}
+
+template <class Keys>
+void launch_for(const SelectParams& p, cudaStream_t stream) {
+  const dim3 grid{unsigned(p.rows)};
+  if constexpr (sizeof(typename Keys::Key) == 4) {
+    if (p.length <= 2 * kTile) return select_short_kernel<Keys, 2><<<grid, kThreads, 0, stream>>>(p);
+    if (p.length <= 8 * kTile) return select_short_kernel<Keys, 8><<<grid, kThreads, 0, stream>>>(p);
+  }
+  select_kernel<Keys><<<grid, kThreads, 0, stream>>>(p);
 }
 
 }  // namespace
 
 cudaError_t launch_select(const SelectParams& p, cudaStream_t stream) {
-  const dim3 grid{unsigned(p.rows)};
   switch (p.key_kind) {
     case KeyKind::none:
-      select_kernel<NoKeys><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<NoKeys>(p, stream);
       break;
     case KeyKind::philox:
-      select_kernel<PhiloxKeys><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<PhiloxKeys>(p, stream);
       break;
     case KeyKind::f32:
-      select_kernel<ArrayKeys<float>><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<ArrayKeys<float>>(p, stream);
       break;
     case KeyKind::bf16:
-      select_kernel<ArrayKeys<__nv_bfloat16>><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<ArrayKeys<__nv_bfloat16>>(p, stream);
       break;
     case KeyKind::f16:
-      select_kernel<ArrayKeys<__half>><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<ArrayKeys<__half>>(p, stream);
       break;
     case KeyKind::f64:
-      select_kernel<ArrayKeys<double>><<<grid, kThreads, 0, stream>>>(p);
+      launch_for<ArrayKeys<double>>(p, stream);
       break;
   }
   return cudaGetLastError();
