@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _checks
-from ._slots import COLUMNS, Lane, wait_until
+from ._slots import COLUMNS, Lane, is_capturing, wait_until
 from .scalars import AsyncScalars, _captured_memory
 
 Group: TypeAlias = "dist.ProcessGroup | None"

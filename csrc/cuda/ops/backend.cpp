@@ -29,11 +29,7 @@ CudaBackend::CudaBackend(int32_t device) : guard_(device), stream_(current_strea
 
 bool CudaBackend::is_capturing() const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream_, &status);
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // reported here, not again by the next launch
-    done(error, "query of the capture");
-  }
+  done(cudaStreamIsCapturing(stream_, &status), "query of the capture");
   return status != cudaStreamCaptureStatusNone;
 }
 
