@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,16 @@ def positive(text: str) -> int:
     return value
 
 
+def default_device() -> str:
+    """The GPU, if there is one and the library was built for it."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if find_spec("syncfree_ext._C_cuda") is None:
+        print("syncfree_ext was built without CUDA kernels (there was no nvcc): training on the CPU, not on the GPU")
+        return "cpu"
+    return "cuda"
+
+
 def parse_options() -> argparse.Namespace:
     """The command line, with what depends on the device filled in."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -409,7 +420,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="run both models through torch.compile(fullgraph=True)")
     parser.add_argument("--ignored", type=share, default=0.0, help="share of the targets that are ignored (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: 0)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:N (default: a GPU if there is one and the library was built for it)"
+    )
     parser.add_argument("--vocabulary", type=positive, help="tokens to learn from the text (default: by size)")
     parser.add_argument("--text", type=float, help="most megabytes of text to read (default: by size)")
     parser.add_argument("--prompt", default="def __init__(self", help="what the sample starts with")
@@ -422,7 +435,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="picture to save (default: demo.png)")
     parser.add_argument("--json", type=Path, help="file for the numbers (default: none)")
     options = parser.parse_args()
-    options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    options.device = torch.device(options.device or default_device())
     if options.device.type not in MEMORY_SOURCE:
         parser.error(f"--device: expected cpu or cuda, got {options.device}")
     on_gpu = options.device.type == "cuda"

@@ -84,12 +84,16 @@ def test_compiled(cache: Path, tmp_path: Path, device: torch.device) -> None:
     assert largest_difference(numbers) < 1e-3
 
 
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The demo as a module of this process."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("train_lm")
+
+
 def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Reads a command line in this process."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    train_lm = importlib.import_module("train_lm")
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
-    train_lm.parse_options()
+    demo(monkeypatch).parse_options()
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +119,16 @@ def test_wrong_options(
     with pytest.raises(SystemExit, match="2"):
         parse(monkeypatch, *arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "built", "expected"), [(False, True, "cpu"), (True, True, "cuda"), (True, False, "cpu")]
+)
+def test_default_device(
+    gpu: bool, built: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_lm = demo(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(train_lm, "find_spec", lambda _name: object() if built else None)
+    assert train_lm.default_device() == expected
+    assert ("without CUDA kernels" in capsys.readouterr().out) == (gpu and not built)
