@@ -4,7 +4,8 @@ Errors are relative L2 errors against float64 on the same rounded inputs.
 
 Two kinds of bounds:
 
-* `PRECISION`: what docs/semantics.md promises for its data sets (thousands of rows, where errors average out).
+* `PRECISION`: what docs/semantics.md promises for its data sets (a thousand rows and more, where errors average
+  out, and the median of draws, because a few rows of large loss can make up most of one draw's gradient).
 * `Bound`: for any shape and option. Rounding a result to a dtype of unit roundoff u costs at most u, and u / 2.35 in
   the mean over mantissas (1.66e-3 for bfloat16). Rounding each element of the logit gradient g costs the same relative
   error in each, which a gradient amplifies by kappa = sqrt(sum_ij g_ij^2 ||w_j||^2) / ||dX|| (dW: ||x_i||, db: 1),
