@@ -7,6 +7,7 @@ PyTorch's answer in float64, and once more as non-contiguous tensors; float64 sa
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,10 +52,16 @@ def available() -> bool:
     return hasattr(torch.nn.functional, "linear_cross_entropy") and find_spec("expecttest") is not None
 
 
+def internals(name: str) -> Any:
+    """A module of torch.testing._internal. Their import forbids to set torch.backends' flags, which other tests do."""
+    module = importlib.import_module(f"torch.testing._internal.{name}")
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return module
+
+
 def function_samples(variant: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
     """(input, linear_weight, target, options) of each sample of a variant of the function."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = internals("common_methods_invocations").op_db
     random.seed(0)
     torch.manual_seed(0)
     name = "nn.functional.linear_cross_entropy"
@@ -67,8 +74,7 @@ def function_samples(variant: str, dtype: torch.dtype) -> Iterator[tuple[Tensor,
 
 def module_samples(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
     """The same of each sample of the module, with the parameters that PyTorch's module makes."""
-    from torch.testing._internal.common_modules import module_db
-
+    module_db = internals("common_modules").module_db
     random.seed(0)
     torch.manual_seed(0)
     (info,) = [info for info in module_db if info.module_cls is torch.nn.LinearCrossEntropyLoss]
@@ -88,8 +94,7 @@ def module_samples(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor,
 
 def wrong_inputs() -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
     """What PyTorch's function refuses, and so must this one."""
-    from torch.testing._internal.common_methods_invocations import error_inputs_linear_cross_entropy
-
+    error_inputs_linear_cross_entropy = internals("common_methods_invocations").error_inputs_linear_cross_entropy
     for wrong in error_inputs_linear_cross_entropy(None, "cpu"):
         s = wrong.sample_input
         yield s.input, s.args[0], s.args[1], s.kwargs
