@@ -10,8 +10,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -76,7 +79,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": None if cuda else torch.get_num_threads(),
-        "commit": _ask("git", "-C", str(root), "rev-parse", "--short", "HEAD"),
+        "commit": _ask("git", "-C", str(root), "rev-parse", "--short", "HEAD") or os.environ.get("BENCH_COMMIT"),
         "packages": versions(),
     }
 
@@ -197,6 +200,7 @@ class Store:
         record = {
             **record,
             "environment": self._environment,
+            "command": shlex.join(["bench", *sys.argv[1:]]),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
         self.data["environments"][self._environment] = self._described
