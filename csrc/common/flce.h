@@ -102,6 +102,9 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
   Tensor dw_sum = need.dw && !dw_in_place ? new_empty(x, {classes, hidden}, acc) : out.dw;
   Tensor column_scratch = new_bytes(x, need.db ? Backend::column_sum_scratch_bytes(classes) : 0);
   Tensor alpha = new_empty(x, {3}, acc);
+  // What rounding takes from a row of g would reach dX times the mean row of the weight.
+  const bool rounds = need.dx && problem.compute != acc;
+  Tensor residue = new_empty(x, {rounds ? plan.rows : 0}, acc);
   if (need.any()) {
     AlphaParams p{static_cast<const double*>(counts.counts.const_data_ptr()),
                   in.options,
@@ -137,6 +140,7 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
     row.bias = data_or_null(problem.bias);
     if (outputs) outputs->attach(row);
     if (need.any()) row.grad = logits.mutable_data_ptr(), row.grad_dtype = compute_d, row.grad_pitch = g_pitch;
+    if (rounds) row.residue = residue.mutable_data_ptr();
     backend.rows(row);
 
     if (need.dx) {
@@ -145,6 +149,10 @@ FlceGradients run_chunks(Backend& backend, const FlceProblem& problem, const Los
       gemm.b = problem.weight.const_data_ptr(), gemm.ldb = pitch_of(problem.weight), gemm.transpose_b = false;
       gemm.c = product.mutable_data_ptr(), gemm.ldc = hidden, gemm.c_dtype = acc_d;
       backend.gemm(gemm);
+      if (rounds)
+        backend.add_targets(AddTargetsParams{chunk, in.targets(), in.shift, 0, classes, residue.const_data_ptr(), acc_d,
+                                             problem.weight.const_data_ptr(), compute_d, pitch_of(problem.weight),
+                                             hidden, product.mutable_data_ptr(), hidden});
       backend.store_rows(StoreRowsParams{chunk, product.const_data_ptr(), hidden, hidden, alpha.const_data_ptr(), acc_d,
                                          out.dx.mutable_data_ptr(), dtype_of(x.scalar_type()), hidden,
                                          scale_dx ? static_cast<float*>(out.dx_scale.mutable_data_ptr()) : nullptr});

@@ -154,13 +154,16 @@ std::tuple<Tensor, Tensor> flce_shard_gradient(Tensor logits, Tensor row_stats, 
   row.logsumexp = logsumexp ? logsumexp->mutable_data_ptr() : nullptr;
   if (need_gradient)
     row.grad = logits.mutable_data_ptr(), row.grad_dtype = compute, row.grad_pitch = shard.gradient_pitch;
+  const bool product = need_gradient && need_dx;
+  const bool rounds = product && shard.classes && shard.compute != shard.acc;
+  Tensor residue = new_empty(logits, {rounds ? chunk.size : 0}, shard.acc);
+  if (rounds) row.residue = residue.mutable_data_ptr();
   backend.rows(row);
 
   Tensor alpha = new_empty(logits, {need_gradient ? 3 : 0}, shard.acc);
   if (need_gradient)
     backend.alpha(AlphaParams{chunk.counts, in.options, nullptr, shard.compute == ScalarType::Half, acc,
                               alpha.mutable_data_ptr()});
-  const bool product = need_gradient && need_dx;
   Tensor dx = new_empty(logits, {product ? chunk.size : 0, shard.hidden}, shard.acc);
   if (product) {
     const int64_t product_rows = backend.product_rows(chunk);
@@ -175,6 +178,10 @@ std::tuple<Tensor, Tensor> flce_shard_gradient(Tensor logits, Tensor row_stats, 
       gemm.parts = 1;
       backend.gemm(gemm);
     }
+    if (rounds)
+      backend.add_targets(AddTargetsParams{chunk, in.targets(), in.shift, first_class, shard.classes,
+                                           residue.const_data_ptr(), acc, shard.weight.const_data_ptr(), compute,
+                                           pitch_of(shard.weight), shard.hidden, dx.mutable_data_ptr(), shard.hidden});
   }
   return {dx, alpha};
 }

@@ -120,6 +120,8 @@ struct RowParams {
   int64_t grad_pitch;
   bool divide;
   const void* upstream_scalar;  // acc, nullable; only with divide
+
+  void* residue;  // acc [chunk rows], nullable; only with grad: what rounding took from row k of it, summed
 };
 
 // alpha[3] = {1/divisor x upstream_scalar x 2^-half_exponent, 0, 1}: what turns a product with g into a gradient, and
@@ -131,6 +133,24 @@ struct AlphaParams {
   bool half;                    // g is float16
   DType acc;
   void* alpha;  // acc [3]
+};
+
+// product[k, :] += residue[k] * weight[t - first_class, :] for the live rows whose target t is one of
+// [first_class, first_class + classes): the target's gradient takes what rounding took from its row.
+struct AddTargetsParams {
+  Chunk chunk;
+  const int64_t* target;  // row i: target[i + shift]
+  int64_t shift;
+  int64_t first_class;
+  int64_t classes;
+  const void* residue;  // acc [size]
+  DType acc;
+  const void* weight;
+  DType weight_dtype;
+  int64_t weight_pitch;
+  int64_t columns;
+  void* product;  // acc [size, columns]
+  int64_t product_pitch;
 };
 
 // dx[row_index[first + k], :] = alpha * product[k, :]; ignored rows are written 0. float16: the row is normalised by a

@@ -13,6 +13,7 @@ void count_cpu(const CountParams& p);
 void gather_cpu(const GatherParams& p);
 void rows_cpu(const RowParams& p);
 void alpha_cpu(const AlphaParams& p);
+void add_targets_cpu(const AddTargetsParams& p);
 void store_rows_cpu(const StoreRowsParams& p);
 void cast_rows_cpu(const CastRowsParams& p);
 void column_sum_cpu(const ColumnSumParams& p);
@@ -39,6 +40,7 @@ struct CpuBackend {
   void gather(const GatherParams& p) { gather_cpu(p); }
   void rows(const RowParams& p) { rows_cpu(p); }
   void alpha(const AlphaParams& p) { alpha_cpu(p); }
+  void add_targets(const AddTargetsParams& p) { add_targets_cpu(p); }
   void store_rows(const StoreRowsParams& p) { store_rows_cpu(p); }
   void cast_rows(const CastRowsParams& p) { cast_rows_cpu(p); }
   void column_sum(const ColumnSumParams& p) { column_sum_cpu(p); }

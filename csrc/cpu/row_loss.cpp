@@ -117,31 +117,47 @@ SF_INLINE void final_logits(const In* z, const typename Ops::T* bias, typename O
   }
 }
 
-// The gradient of every class as if none were the target; the caller writes that one. In place (out over z, elements of
-// out not larger) each vector is read before anything is written over it or over what comes before it.
+// The gradient of classes that are not the target, and what rounding took from it, summed. In place (out over z, elements
+// of out not larger) each vector is read before anything is written over it or over what comes before it.
 template <class Ops, class In, class Out>
-SF_INLINE void gradient(const In* z, int64_t n, typename Ops::T scale, const RowResult<typename Ops::T>& r,
-                        const typename Ops::T* c, const typename Ops::T* cap_slope, Out* out) {
+SF_INLINE typename Ops::T gradient(const In* z, int64_t n, typename Ops::T scale, const RowResult<typename Ops::T>& r,
+                                   const typename Ops::T* c, const typename Ops::T* cap_slope, Out* out) {
   using T = typename Ops::T;
   using V = typename Ops::V;
   constexpr int W = Ops::kWidth;
-  int64_t j = 0;
-  if (!c && !cap_slope) {
-    for (; j + W <= n; j += W) Ops::store(out + j, Ops::exp(Ops::load(z + j) * scale - r.shift) * r.slope - r.offset);
-  } else {
-    for (; j + W <= n; j += W) {
-      V g = Ops::exp(Ops::load(z + j) * scale - r.shift) * r.slope;
-      g -= c ? Ops::load(c + j) * r.offset : Ops::set(r.offset);
-      if (cap_slope) g *= Ops::load(cap_slope + j);
-      Ops::store(out + j, g);
+  constexpr bool kRounds = !std::is_same_v<Out, T>;
+  double lost = 0;
+  for (int64_t first = 0; first < n; first += kSumBlock) {
+    const int64_t end = std::min(n, first + kSumBlock);
+    V rest = Ops::set(0);
+    int64_t j = first;
+    if (!c && !cap_slope) {
+      for (; j + W <= end; j += W) {
+        const V g = Ops::exp(Ops::load(z + j) * scale - r.shift) * r.slope - r.offset;
+        Ops::store(out + j, g);
+        if constexpr (kRounds) rest += g - Ops::load(out + j);
+      }
+    } else {
+      for (; j + W <= end; j += W) {
+        V g = Ops::exp(Ops::load(z + j) * scale - r.shift) * r.slope;
+        g -= c ? Ops::load(c + j) * r.offset : Ops::set(r.offset);
+        if (cap_slope) g *= Ops::load(cap_slope + j);
+        Ops::store(out + j, g);
+        if constexpr (kRounds) rest += g - Ops::load(out + j);
+      }
     }
+    if (j < end) {
+      const int64_t count = end - j;
+      V g = Ops::exp(load_tail<Ops>(z + j, count, T(0)) * scale - r.shift) * r.slope;
+      g -= c ? load_tail<Ops>(c + j, count, T(0)) * r.offset : Ops::set(r.offset);
+      if (cap_slope) g *= load_tail<Ops>(cap_slope + j, count, T(0));
+      store_tail<Ops>(out + j, g, count);
+      if constexpr (kRounds)
+        rest += Ops::select(Ops::first_lanes(count), g - load_tail<Ops>(out + j, count, T(0)), Ops::set(0));
+    }
+    if constexpr (kRounds) lost += Ops::sum(rest);
   }
-  if (j < n) {
-    V g = Ops::exp(load_tail<Ops>(z + j, n - j, T(0)) * scale - r.shift) * r.slope;
-    g -= c ? load_tail<Ops>(c + j, n - j, T(0)) * r.offset : Ops::set(r.offset);
-    if (cap_slope) g *= load_tail<Ops>(cap_slope + j, n - j, T(0));
-    store_tail<Ops>(out + j, g, n - j);
-  }
+  return T(lost);
 }
 
 // The lowest class with the largest logit; as in torch.argmax the first NaN wins.
@@ -246,12 +262,22 @@ struct RowKernel {
 
       if (p.grad) {
         Out* g = static_cast<Out*>(p.grad) + row * p.grad_pitch;
-        if (buffer) {
-          gradient<Ops>(static_cast<const T*>(buffer), n, T(1), r, weight, static_cast<const T*>(cap_slope), g);
-        } else {
-          gradient<Ops>(z, n, constants.logit_scale, r, weight, static_cast<const T*>(nullptr), g);
+        const int64_t before = known ? t : n, after = known ? t + 1 : n;
+        const auto part = [&](int64_t first, int64_t count) {
+          const T* c = weight ? weight + first : nullptr;
+          if (buffer)
+            return gradient<Ops>(static_cast<const T*>(buffer) + first, count, T(1), r, c,
+                                 static_cast<const T*>(cap_slope ? cap_slope + first : nullptr), g + first);
+          return gradient<Ops>(z + first, count, constants.logit_scale, r, c, static_cast<const T*>(nullptr),
+                               g + first);
+        };
+        T residue = part(0, before) + part(after, n - after);
+        if (known) {
+          const T own = cap_slope ? r.target * cap_slope[t] : r.target;
+          g[t] = narrow<Out>(own);
+          residue += own - T(widen(g[t]));
         }
-        if (t >= 0 && t < n) g[t] = narrow<Out>(cap_slope ? r.target * cap_slope[t] : r.target);
+        if (p.residue) static_cast<T*>(p.residue)[k] = residue;
       }
     }
   }

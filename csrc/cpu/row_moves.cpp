@@ -85,6 +85,26 @@ void gather_cpu(const GatherParams& p) {
   });
 }
 
+void add_targets_cpu(const AddTargetsParams& p) {
+  const int64_t live = live_rows(p.chunk);
+  with_acc(p.acc, [&](auto acc_tag) {
+    with_dtype(p.weight_dtype, [&](auto weight_tag) {
+      using T = typename decltype(acc_tag)::type;
+      using W = typename decltype(weight_tag)::type;
+      parallel(live, p.columns, [&](int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; ++k) {
+          const int64_t target = p.target[p.chunk.row_index[p.chunk.first + k] + p.shift];
+          if (target < p.first_class || target - p.first_class >= p.classes) continue;
+          const T residue = static_cast<const T*>(p.residue)[k];
+          const W* w = static_cast<const W*>(p.weight) + (target - p.first_class) * p.weight_pitch;
+          T* product = static_cast<T*>(p.product) + k * p.product_pitch;
+          for (int64_t j = 0; j < p.columns; ++j) product[j] += residue * T(widen(w[j]));
+        }
+      });
+    });
+  });
+}
+
 void store_rows_cpu(const StoreRowsParams& p) {
   const int64_t live = live_rows(p.chunk);
   with_acc(p.acc, [&](auto acc_tag) {

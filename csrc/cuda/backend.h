@@ -28,6 +28,7 @@ class CudaBackend {
   void gather(const GatherParams& p) { done(launch_gather(p, stream_), "gather"); }
   void rows(const RowParams& p) { done(launch_rows(p, stream_), "row loss"); }
   void alpha(const AlphaParams& p) { done(launch_alpha(p, stream_), "alpha"); }
+  void add_targets(const AddTargetsParams& p) { done(launch_add_targets(p, stream_), "add targets"); }
   void store_rows(const StoreRowsParams& p) { done(launch_store_rows(p, stream_), "store rows"); }
   void cast_rows(const CastRowsParams& p) { done(launch_cast_rows(p, stream_), "cast rows"); }
   void column_sum(const ColumnSumParams& p) { done(launch_column_sum(p, stream_), "column sum"); }

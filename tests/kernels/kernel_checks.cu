@@ -142,8 +142,9 @@ void check_rows(int64_t classes, bool general) {
   const float smoothing = general ? 0.1f : 0.f;
   const std::vector<float> z = normal(size_t(size * pitch), 3.f);
   const Targets t(draw_targets(n, classes, 0.3), classes, n, 0, nullptr);
-  Device<float> logits(z), ce(n), zl(n);
+  Device<float> logits(z), ce(n), zl(n), residue(size);
   RowParams p{};
+  p.residue = residue.data;
   p.chunk = {t.counts.data, t.rows.data, first, size};
   p.options.logit_scale = 1.0, p.options.label_smoothing = smoothing, p.options.reduction = Reduction::mean;
   p.num_classes = p.total_classes = classes;
@@ -179,6 +180,17 @@ void check_rows(int64_t classes, bool general) {
   CHECK(relative(got_loss, want_loss) < 2e-6, "rows: loss, V=%ld general=%d: %g", long(classes), general,
         relative(got_loss, want_loss));
   const double bound = sizeof(Out) == 2 ? 2.5e-3 : 1e-5;
+  std::vector<double> got_lost, want_lost;
+  for (int64_t k = 0; k < size; ++k) {
+    got_lost.push_back(residue.host()[size_t(k)]);
+    want_lost.push_back(0.0);
+    for (int64_t j = k * classes; j < (k + 1) * classes; ++j) want_lost.back() += want[size_t(j)] - got[size_t(j)];
+  }
+  // Rounding a float32 gradient to float32 takes nothing; else the sum is as exact as the gradient before rounding.
+  double lost = 0;
+  for (int64_t k = 0; k < size; ++k)
+    lost = std::max(lost, std::fabs(got_lost[size_t(k)] - (sizeof(Out) == 2 ? want_lost[size_t(k)] : 0.0)));
+  CHECK(lost < 1e-5, "rows: residue, V=%ld general=%d size=%zu: %g", long(classes), general, sizeof(Out), lost);
   CHECK(relative(got, want) < bound, "rows: gradient, V=%ld general=%d size=%zu: %g", long(classes), general,
         sizeof(Out), relative(got, want));
 }
@@ -186,8 +198,9 @@ void check_rows(int64_t classes, bool general) {
 void check_moves() {
   const int64_t n = 50, first = 8, size = 40, columns = 129;
   const Targets t(draw_targets(n, 10, 0.4), 10, n, 0, nullptr);
-  const std::vector<float> x = normal(size_t(n * columns));
-  const Device<float> input(x), alpha(std::vector<float>{0.25f, 0.f, 1.f});
+  const std::vector<float> x = normal(size_t(n * columns)), weight = normal(size_t(10 * columns)),
+                           residue = normal(size_t(size));
+  const Device<float> input(x), weights(weight), residues(residue), alpha(std::vector<float>{0.25f, 0.f, 1.f});
   Device<float> gathered(size_t(size * columns)), out(size_t(n * columns)), sums(columns);
   Device<char> scratch(size_t(column_sum_scratch_bytes(columns)));
   const Chunk chunk{t.counts.data, t.rows.data, first, size};
@@ -211,6 +224,23 @@ void check_moves() {
     }
   CHECK(same, "moves: gather and store");
   CHECK(relative(std::vector<double>(s.begin(), s.end()), column) < 1e-5, "moves: column sums");
+
+  constexpr int64_t kFirstClass = 3, kClasses = 5;  // a slice of the ten
+  CUDA(launch_add_targets({chunk, t.device.data, 0, kFirstClass, kClasses, residues.data, DType::f32,
+                           weights.data + kFirstClass * columns, DType::f32, columns, columns, gathered.data, columns},
+                          nullptr));
+  CUDA(cudaDeviceSynchronize());
+  const std::vector<float> added = gathered.host();
+  std::vector<double> got, want;
+  for (int64_t k = 0; k < size; ++k)
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t target = t.host[size_t(t.expected[size_t(first + k)])];
+      const bool takes = k < live && target >= kFirstClass && target < kFirstClass + kClasses;
+      got.push_back(added[size_t(k * columns + j)]);
+      want.push_back(g[size_t(k * columns + j)] +
+                     (takes ? double(residue[size_t(k)]) * weight[size_t(target * columns + j)] : 0.0));
+    }
+  CHECK(relative(got, want) < 1e-6, "moves: targets added, %g", relative(got, want));
 }
 
 void check_scale() {

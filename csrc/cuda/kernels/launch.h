@@ -15,6 +15,7 @@ cudaError_t launch_count(const CountParams& p, cudaStream_t stream);
 cudaError_t launch_gather(const GatherParams& p, cudaStream_t stream);
 cudaError_t launch_rows(const RowParams& p, cudaStream_t stream);
 cudaError_t launch_alpha(const AlphaParams& p, cudaStream_t stream);
+cudaError_t launch_add_targets(const AddTargetsParams& p, cudaStream_t stream);
 cudaError_t launch_store_rows(const StoreRowsParams& p, cudaStream_t stream);
 cudaError_t launch_cast_rows(const CastRowsParams& p, cudaStream_t stream);
 cudaError_t launch_column_sum(const ColumnSumParams& p, cudaStream_t stream);

@@ -8,6 +8,7 @@
 // once all threads have read it, and every tile before it has been read by then. One barrier a tile, between reading
 // and writing, is enough.
 #include <cmath>
+#include <type_traits>
 
 #include "../../common/formulas.h"
 #include "device.cuh"
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
   __shared__ Partial parts[kThreads / kWarp];
   __shared__ RowResult<float> shared_result;
   __shared__ RowConstants<float> constants;
+  __shared__ float lost[kThreads / kWarp];
 
   const int64_t k = blockIdx.x, i = p.chunk.row_index[p.chunk.first + k], n = p.num_classes;
   const int64_t at = p.by_row_index ? i : k;
@@ -155,6 +157,7 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
       if (p.predicted) p.predicted[i] = -1;
       if (p.logsumexp) static_cast<float*>(p.logsumexp)[i] = 0.f;
       if (p.row_stats && !p.read_stats) reinterpret_cast<float4*>(p.row_stats)[at] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (p.residue) static_cast<float*>(p.residue)[k] = 0.f;
     }
     return;
   }
@@ -251,6 +254,7 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
   const RowResult<float> r = shared_result;
   constexpr int kVec = Pack<In>::kSize;
   const bool aligned = ((reinterpret_cast<uintptr_t>(grad) - row.skew * sizeof(Out)) & (kVec * sizeof(Out) - 1)) == 0;
+  float rest = 0.f;
   for (int64_t tile = -row.skew; tile < n; tile += kTile) {
     float v[kEach];
     load_tile(row, tile, n, v);
@@ -263,7 +267,10 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
         const int64_t j = j0 + e;
         float& x = v[u * kVec + e];
         if constexpr (kGeneral) {
-          if (j < 0 || j >= n) continue;
+          if (j < 0 || j >= n) {
+            x = 0.f;
+            continue;
+          }
           const float s = transform.scaled(x, j), l = transform.capped(s);
           float g = r.slope * exp_minus(l, r.shift);
           if (r.offset != 0.f) g -= r.offset * (weight ? weight[j] : 1.f);
@@ -275,8 +282,15 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
         }
       }
     }
+    if constexpr (!std::is_same_v<Out, float>) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) rest += v[e] - to_float(from_float<Out>(v[e]));
+    }
     store_tile<kVec>(grad, aligned, tile, n, v);
   }
+  if (!p.residue) return;
+  rest = block_reduce<kThreads>(rest, Sum(), lost);
+  if (threadIdx.x == 0) static_cast<float*>(p.residue)[k] = rest;
 }
 
 template <class In, class Out>

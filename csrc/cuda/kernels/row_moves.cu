@@ -83,6 +83,18 @@ __global__ void __launch_bounds__(kThreads) store_rows_kernel(StoreRowsParams p)
   }
 }
 
+template <class W>
+__global__ void __launch_bounds__(kThreads) add_targets_kernel(AddTargetsParams p) {
+  const int64_t k = blockIdx.x;
+  if (k >= live_rows(p.chunk)) return;
+  const int64_t t = p.target[p.chunk.row_index[p.chunk.first + k] + p.shift] - p.first_class;
+  if (t < 0 || t >= p.classes) return;
+  const float residue = static_cast<const float*>(p.residue)[k];
+  const W* w = static_cast<const W*>(p.weight) + t * p.weight_pitch;
+  float* product = static_cast<float*>(p.product) + k * p.product_pitch;
+  for (int64_t j = threadIdx.x; j < p.columns; j += kThreads) product[j] = fmaf(residue, to_float(w[j]), product[j]);
+}
+
 // blockIdx.y splits a row when no row_scale ties it together. sum and out may be the same memory.
 template <class Out>
 __global__ void __launch_bounds__(kThreads) cast_rows_kernel(CastRowsParams p) {
@@ -162,6 +174,24 @@ cudaError_t launch_gather(const GatherParams& p, cudaStream_t stream) {
     default:
       return cudaErrorInvalidValue;
   }
+}
+
+cudaError_t launch_add_targets(const AddTargetsParams& p, cudaStream_t stream) {
+  const unsigned blocks = unsigned(p.chunk.size);
+  switch (p.weight_dtype) {
+    case DType::f32:
+      add_targets_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::bf16:
+      add_targets_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    case DType::f16:
+      add_targets_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
 }
 
 cudaError_t launch_store_rows(const StoreRowsParams& p, cudaStream_t stream) {
