@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     if constexpr (C::kTickets) queue.init();
     fence_barrier_init();
   }
-  if constexpr (C::kAllowsNext) allow_next_launch();
+  if constexpr (!C::kTickets) begin_after_previous_launch();
   if (p.any && *p.any == 0) return;  // before any block waits for another
   const ChunkRows chunk(p.chunk);
   const bool last = chunk.last;
@@ -263,10 +263,10 @@ cudaError_t resident_clusters(int* clusters, cudaLaunchConfig_t& config) {
 }
 
 // d: what is stored, ignored by epilogues that store nothing. args carries chunk and epilogue; the rest is filled in
-// here. overlap: this launch reads nothing of what the one before it writes, which allows it to begin (kAllowsNext).
+// here. beside: with tickets, this launch reads nothing of what the one before it writes, and works beside it.
 template <class C>
 cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmArgs args, cudaStream_t stream,
-                        bool overlap = false) {
+                        bool beside = false) {
   args.m = static_cast<int>(C::kAmn ? a.columns : a.rows);
   args.n = static_cast<int>(C::kBmn ? b.columns : b.rows);
   args.k = static_cast<int>(C::kAmn ? a.rows : a.columns);
@@ -298,7 +298,7 @@ cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmA
   config.attrs = attributes, config.numAttrs = 1;
   int clusters = 0;
   if ((e = resident_clusters<C>(&clusters, config))) return e;
-  config.gridDim = dim3(clusters * C::kCluster), config.numAttrs = overlap ? 2 : 1;
+  config.gridDim = dim3(clusters * C::kCluster), config.numAttrs = !C::kTickets || beside ? 2 : 1;
   return cudaLaunchKernelEx(&config, gemm_kernel<C>, args);
 }
 

@@ -61,8 +61,8 @@ struct Config {
   static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
   static constexpr int kBuffers = PING_ ? 1 : 2;  // a consumer warpgroup
   static constexpr int kStaging = 2 * kBuffers * kBuffer;
-  // dX allows the launch after it to begin; dW is that launch, and takes its tiles by ticket.
-  static constexpr bool kAllowsNext = !PING_, kTickets = BOUND_ == Bound::k;
+  // dW works beside the launch before it, dX, and takes its tiles by ticket.
+  static constexpr bool kTickets = BOUND_ == Bound::k;
   static constexpr int kSmem =
       1024 + kStages * kStageBytes + kStaging + 2 * 8 * kStages + 16 + (kTickets ? TileQueue<CLUSTER_>::kBytes : 0);
   static_assert(!kTickets || PING_);

@@ -126,8 +126,8 @@ struct FusedSortParams {
 struct FusedTargetsParams {
   const double* counts;
   const float* upstream;  // as in FusedChunk
-  const int32_t *row_index, *positions, *starts, *ends;
-  int64_t num_classes, hidden;
+  const int32_t *row_index, *keys, *positions, *starts, *ends;
+  int64_t rows, num_classes, hidden;
   const void* input;
   DType input_dtype;
   int64_t input_pitch;

@@ -30,6 +30,7 @@ double waves(int64_t rows, int64_t hidden, int parts, bool beside_dw) {
 
 template <class Out>
 __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) {
+  begin_after_previous_launch();
   const int64_t k = blockIdx.x;
   const ChunkRows chunk(p.chunk);
   if (k >= chunk.live) return;
@@ -96,18 +97,14 @@ cudaError_t launch_fused_dx_store(const FusedDxParams& p, cudaStream_t stream) {
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.out_dtype) {
     case DType::f32:
-      fused_store_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return launch_dependent(fused_store_kernel<float>, blocks, kThreads, stream, p);
     case DType::bf16:
-      fused_store_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return launch_dependent(fused_store_kernel<__nv_bfloat16>, blocks, kThreads, stream, p);
     case DType::f16:
-      fused_store_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return launch_dependent(fused_store_kernel<__half>, blocks, kThreads, stream, p);
     default:
       return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
 
 }  // namespace syncfree

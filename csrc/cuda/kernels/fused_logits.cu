@@ -44,6 +44,7 @@ cudaError_t launch_either(const FusedLogitsParams& p, bool repair, cudaStream_t 
 
 // One thread a row: the exponent that puts the largest E of a bad row at 1.
 __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(FusedChunk chunk, FusedRows rows, int64_t tiles) {
+  begin_after_previous_launch();
   if (!*rows.any) return;
   const int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (k >= ChunkRows(chunk).live || !rows.bad[k]) return;
@@ -61,9 +62,9 @@ cudaError_t launch_fused_logits(const FusedLogitsParams& p, cudaStream_t stream)
 
 cudaError_t launch_fused_repair(const FusedLogitsParams& p, int64_t tiles, cudaStream_t stream) {
   if (cudaError_t e = launch<Epilogue::row_max>(p, true, stream)) return e;
-  repair_exponent_kernel<<<unsigned((p.chunk.size + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p.chunk, p.rows,
-                                                                                                      tiles);
-  if (cudaError_t e = cudaGetLastError()) return e;
+  if (cudaError_t e = launch_dependent(repair_exponent_kernel, unsigned((p.chunk.size + kThreads - 1) / kThreads),
+                                       kThreads, stream, p.chunk, p.rows, tiles))
+    return e;
   return launch_either(p, true, stream);
 }
 

@@ -1,10 +1,10 @@
 // The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
 // factor v into x, and the targets' share of dW through a stable sort by class.
-#include <cub/block/block_radix_sort.cuh>
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
 #include "../../common/formulas.h"
+#include "../hopper/dependent_launch.cuh"
 #include "device.cuh"
 #include "fused_chunk.cuh"
 
@@ -32,6 +32,7 @@ __device__ __forceinline__ void load_bf16x8(const In* x, int64_t i, Pack<__nv_bf
 template <class In>
 __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
   __shared__ float shared[kThreads / kWarp];
+  sm90::begin_after_previous_launch();
   const int64_t k = blockIdx.x;
   Pack<__nv_bfloat16>* out =
       reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
@@ -181,6 +182,7 @@ __device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const Chu
 
 __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
     fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
+  sm90::begin_after_previous_launch();
   const ChunkRows chunk(p.chunk);
   // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
   if (!p.repair || (*p.rows.any && p.rows.only[int64_t(blockIdx.x) * kRowsPerBlock / kRowGroup])) finish_rows(p, chunk);
@@ -205,30 +207,46 @@ __device__ __forceinline__ void mark_bounds(const FusedSortParams& p, int64_t i)
   if (i == p.rows - 1 || p.keys[i + 1] != key) p.ends[key] = int32_t(i + 1);
 }
 
-// All of it in one block, for as many rows as fit: the library's sort takes half a dozen launches.
-constexpr int kSortThreads = 1024, kSortEach = 8;
-constexpr int64_t kSmallSort = kSortThreads * kSortEach;
+// A stable sort by counting: a row's place is the number of rows that belong before it. Each row is compared with each,
+// which up to this many takes less time than the launches of a radix sort.
+constexpr int kRankThreads = 256, kRankRows = 64, kRankSlices = kRankThreads / kRankRows, kRankTile = 4096;
+constexpr int64_t kMostRanked = 16384;
 
-__global__ void __launch_bounds__(kSortThreads) sort_small_kernel(FusedSortParams p, int bits) {
-  using Sort = cub::BlockRadixSort<int32_t, kSortThreads, kSortEach, int32_t>;
-  __shared__ typename Sort::TempStorage storage;
-  int32_t keys[kSortEach], positions[kSortEach];
-#pragma unroll
-  for (int e = 0; e < kSortEach; ++e) {
-    const int64_t i = int64_t(threadIdx.x) * kSortEach + e;
-    keys[e] = i < p.rows ? sort_key(p, i) : int32_t(p.num_classes);
-    positions[e] = int32_t(i);
+__global__ void __launch_bounds__(kRankThreads) sort_by_rank_kernel(FusedSortParams p) {
+  __shared__ int4 tile[kRankTile / 4];
+  __shared__ int counted[kRankSlices][kRankRows];
+  const int lane = threadIdx.x % kRankRows, slice = threadIdx.x / kRankRows;
+  const int64_t first = int64_t(blockIdx.x) * kRankRows, i = first + lane;
+  const int32_t own = i < p.rows ? sort_key(p, i) : INT32_MAX;
+  for (int64_t c = int64_t(blockIdx.x) * kRankThreads + threadIdx.x; c < p.num_classes;
+       c += int64_t(gridDim.x) * kRankThreads)
+    p.starts[c] = -1;
+  int before = 0;
+  for (int64_t begin = 0; begin < p.rows; begin += kRankTile) {
+    __syncthreads();
+    for (int j = threadIdx.x; j < kRankTile; j += kRankThreads)
+      reinterpret_cast<int32_t*>(tile)[j] = begin + j < p.rows ? sort_key(p, begin + j) : INT32_MAX;
+    __syncthreads();
+    constexpr int kEach = kRankTile / 4 / kRankSlices;
+#pragma unroll 4
+    for (int q = slice * kEach; q < (slice + 1) * kEach; ++q) {
+      const int64_t j = begin + 4 * q;
+      const int4 x = tile[q];
+      if (j < first || j >= first + kRankRows) {
+        const int32_t bound = own + (j < first);
+        before += (x.x < bound) + (x.y < bound) + (x.z < bound) + (x.w < bound);
+      } else {
+        before +=
+            (x.x < own + (j < i)) + (x.y < own + (j + 1 < i)) + (x.z < own + (j + 2 < i)) + (x.w < own + (j + 3 < i));
+      }
+    }
   }
-  Sort(storage).Sort(keys, positions, 0, bits);
-#pragma unroll
-  for (int e = 0; e < kSortEach; ++e) {
-    const int64_t i = int64_t(threadIdx.x) * kSortEach + e;
-    // Slots past the last row sort behind every row, since they came last with the largest key.
-    if (i < p.rows) p.keys[i] = keys[e], p.positions[i] = positions[e];
-  }
-  for (int64_t c = threadIdx.x; c < p.num_classes; c += kSortThreads) p.starts[c] = -1;
+  counted[slice][lane] = before;
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < p.rows; i += kSortThreads) mark_bounds(p, i);
+  if (slice != 0 || i >= p.rows) return;
+  for (int s = 1; s < kRankSlices; ++s) before += counted[s][lane];
+  p.keys[before] = own;
+  p.positions[before] = int32_t(i);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
@@ -263,12 +281,9 @@ __device__ __forceinline__ void read_split(const uint8_t* low, const __nv_bfloat
   }
 }
 
-// blockIdx.x is a class; a thread keeps eight of its columns while it walks the class's rows in order.
+// Eight columns of one class: a thread keeps them while it walks the class's rows in order.
 template <class In, class SumT, class Out>
-__global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_constant__ FusedTargetsParams p) {
-  const int64_t c = blockIdx.x, i = int64_t(blockIdx.y) * kThreads + threadIdx.x;
-  const int32_t start = p.starts[c];
-  if ((start < 0 && p.sum == p.out) || i >= p.hidden / 8) return;
+__device__ __forceinline__ void add_rows_of(const FusedTargetsParams& p, int64_t c, int32_t start, int64_t i) {
   const float alpha = gradient_factor(p.counts, p.upstream);
   const SumT* sum = static_cast<const SumT*>(p.sum) + c * p.hidden;
   Out* out = static_cast<Out*>(p.out) + c * p.hidden;
@@ -299,18 +314,40 @@ __global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_co
   store8(out + i * 8, y);
 }
 
-template <class In>
+// blockIdx.x is a class, or in place, where classes without rows stay as they are, a place among the sorted rows.
+template <class In, class SumT, class Out, bool kInPlace>
+__global__ void __launch_bounds__(kThreads) fused_targets_kernel(const __grid_constant__ FusedTargetsParams p) {
+  const int64_t i = int64_t(blockIdx.y) * kThreads + threadIdx.x;
+  if constexpr (kInPlace) {
+    const int32_t j = int32_t(blockIdx.x), c = p.keys[j];
+    if (c >= p.num_classes || (j > 0 && p.keys[j - 1] == c) || i >= p.hidden / 8) return;
+    add_rows_of<In, SumT, Out>(p, c, j, i);
+  } else {
+    if (i < p.hidden / 8) add_rows_of<In, SumT, Out>(p, blockIdx.x, p.starts[blockIdx.x], i);
+  }
+}
+
+template <class In, class SumT, class Out>
 cudaError_t launch_targets(const FusedTargetsParams& p, cudaStream_t stream) {
-  const dim3 blocks(unsigned(p.num_classes), unsigned((p.hidden / 8 + kThreads - 1) / kThreads));
-  if (p.sum_dtype == DType::f32 && p.out_dtype == DType::f32)
-    fused_targets_kernel<In, float, float><<<blocks, kThreads, 0, stream>>>(p);
-  else if (p.sum_dtype == DType::f32 && p.out_dtype == DType::bf16)
-    fused_targets_kernel<In, float, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-  else if (p.sum_dtype == DType::bf16 && p.out_dtype == DType::bf16)
-    fused_targets_kernel<In, __nv_bfloat16, __nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-  else
-    return cudaErrorInvalidValue;
+  const unsigned columns = unsigned((p.hidden / 8 + kThreads - 1) / kThreads);
+  if constexpr (std::is_same_v<SumT, Out>) {
+    if (p.sum == p.out) {
+      fused_targets_kernel<In, SumT, Out, true><<<dim3(unsigned(p.rows), columns), kThreads, 0, stream>>>(p);
+      return cudaGetLastError();
+    }
+  }
+  fused_targets_kernel<In, SumT, Out, false><<<dim3(unsigned(p.num_classes), columns), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <class In>
+cudaError_t launch_targets_of(const FusedTargetsParams& p, cudaStream_t stream) {
+  if (p.sum_dtype == DType::f32 && p.out_dtype == DType::f32) return launch_targets<In, float, float>(p, stream);
+  if (p.sum_dtype == DType::f32 && p.out_dtype == DType::bf16)
+    return launch_targets<In, float, __nv_bfloat16>(p, stream);
+  if (p.sum_dtype == DType::bf16 && p.out_dtype == DType::bf16)
+    return launch_targets<In, __nv_bfloat16, __nv_bfloat16>(p, stream);
+  return cudaErrorInvalidValue;
 }
 
 unsigned blocks_of(int64_t n) {
@@ -337,28 +374,23 @@ cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream)
   const unsigned blocks = unsigned(p.chunk.size);
   switch (p.input_dtype) {
     case DType::f32:
-      fused_gather_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return sm90::launch_dependent(fused_gather_kernel<float>, blocks, kThreads, stream, p);
     case DType::bf16:
-      fused_gather_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return sm90::launch_dependent(fused_gather_kernel<__nv_bfloat16>, blocks, kThreads, stream, p);
     case DType::f16:
-      fused_gather_kernel<__half><<<blocks, kThreads, 0, stream>>>(p);
-      break;
+      return sm90::launch_dependent(fused_gather_kernel<__half>, blocks, kThreads, stream, p);
     default:
       return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
 
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
-  fused_finish_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0,
-                        stream>>>(p);
-  return cudaGetLastError();
+  return sm90::launch_dependent(fused_finish_kernel, unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock),
+                                kRowsPerBlock * kSlices, stream, p);
 }
 
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
-  if (rows <= kSmallSort) return 0;
+  if (rows <= kMostRanked) return 0;
   size_t bytes = 0;
   const int32_t* in = nullptr;
   int32_t* out = nullptr;
@@ -367,8 +399,9 @@ size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
 }
 
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
-  if (p.rows <= kSmallSort) {
-    sort_small_kernel<<<1, kSortThreads, 0, stream>>>(p, key_bits(p.num_classes));
+  if (p.rows <= kMostRanked) {
+    sort_by_rank_kernel<<<unsigned((p.rows + kRankRows - 1) / kRankRows), kRankThreads, 0, stream>>>(p);
+    sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   }
   sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
@@ -384,11 +417,11 @@ cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {
   switch (p.input_dtype) {
     case DType::f32:
-      return launch_targets<float>(p, stream);
+      return launch_targets_of<float>(p, stream);
     case DType::bf16:
-      return launch_targets<__nv_bfloat16>(p, stream);
+      return launch_targets_of<__nv_bfloat16>(p, stream);
     case DType::f16:
-      return launch_targets<__half>(p, stream);
+      return launch_targets_of<__half>(p, stream);
     default:
       return cudaErrorInvalidValue;
   }

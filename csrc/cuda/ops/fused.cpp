@@ -179,8 +179,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
 
   if (need.dw) {
     done(launch_fused_targets(
-             {counts_ptr, upstream_ptr, row_index, sort.positions, sort.starts, sort.ends, classes, hidden,
-              x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, dw_sum.const_data_ptr(),
+             {counts_ptr, upstream_ptr, row_index, sort.keys, sort.positions, sort.starts, sort.ends, rows, classes,
+              hidden, x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, dw_sum.const_data_ptr(),
               dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(), dtype_of(problem.weight_leaf)},
              stream_),
          "fused targets");
