@@ -11,7 +11,7 @@ import torch
 import syncfree_ext
 from helpers import ALL_EXTRAS, check, compare, loss_and_gradients, poisoned_memory, small
 from syncfree_ext import reference
-from tolerances import assert_close_rel, assert_equal
+from tolerances import Bound, assert_close_rel, assert_equal, smallest_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -282,6 +282,26 @@ def test_logit_scales(scale: float, rng: torch.Generator, device: torch.device) 
     c, c_grads = loss_and_gradients(x, w, target, b, logit_scale=torch.tensor(scale, device=device))
     for p, q in zip((a, *a_grads), (c, *c_grads), strict=True):
         assert_close_rel(p, q, 1e-6, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, 40.0])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("hidden", [7, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logit_scales_in_16_bits(
+    dtype: torch.dtype, hidden: int, with_bias: bool, scale: float, rng: torch.Generator, device: torch.device
+) -> None:
+    """Where a row ends within a load, what fills it up must stay out of the results under every scale."""
+    x, w, target, b = small(rng, device, h=hidden)
+    x, w, b = x.to(dtype), w.to(dtype), b.to(dtype) if with_bias else None
+    loss, grads = loss_and_gradients(x, w, target, b, logit_scale=scale)
+    ref = reference.linear_cross_entropy_gradients(x, w, target, linear_bias=b, logit_scale=scale)
+    assert_close_rel(loss, ref.output.loss, 1e-3, 1e-6, "loss")
+    bound = Bound(dtype, ref.logit_max)
+    pairs = [("dx", grads[0], ref.dx, ref.dx_noise), ("dw", grads[1], ref.dw, ref.dw_noise)]
+    for name, grad, expected, noise in pairs:
+        tol = bound.of(dtype, noise, float(expected.norm()))
+        assert_close_rel(grad, expected, tol, smallest_error(dtype, expected.numel()), name)
 
 
 # Strides and upstream gradients

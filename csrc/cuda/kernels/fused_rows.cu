@@ -217,15 +217,16 @@ __global__ void __launch_bounds__(kRankThreads) sort_by_rank_kernel(FusedSortPar
   __shared__ int counted[kRankSlices][kRankRows];
   const int lane = threadIdx.x % kRankRows, slice = threadIdx.x / kRankRows;
   const int64_t first = int64_t(blockIdx.x) * kRankRows, i = first + lane;
-  const int32_t own = i < p.rows ? sort_key(p, i) : INT32_MAX;
+  const int32_t own = i < p.rows ? p.keys_in[i] : INT32_MAX;
   for (int64_t c = int64_t(blockIdx.x) * kRankThreads + threadIdx.x; c < p.num_classes;
        c += int64_t(gridDim.x) * kRankThreads)
     p.starts[c] = -1;
   int before = 0;
   for (int64_t begin = 0; begin < p.rows; begin += kRankTile) {
     __syncthreads();
+#pragma unroll
     for (int j = threadIdx.x; j < kRankTile; j += kRankThreads)
-      reinterpret_cast<int32_t*>(tile)[j] = begin + j < p.rows ? sort_key(p, begin + j) : INT32_MAX;
+      reinterpret_cast<int32_t*>(tile)[j] = begin + j < p.rows ? p.keys_in[begin + j] : INT32_MAX;
     __syncthreads();
     constexpr int kEach = kRankTile / 4 / kRankSlices;
 #pragma unroll 4
@@ -399,12 +400,12 @@ size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
 }
 
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
+  sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
   if (p.rows <= kMostRanked) {
     sort_by_rank_kernel<<<unsigned((p.rows + kRankRows - 1) / kRankRows), kRankThreads, 0, stream>>>(p);
     sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   }
-  sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
   if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
   size_t bytes = p.scratch_bytes;
   if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions,

@@ -266,11 +266,11 @@ __global__ void __launch_bounds__(kThreads, 2) row_loss_kernel(const __grid_cons
       for (int e = 0; e < kVec; ++e) {
         const int64_t j = j0 + e;
         float& x = v[u * kVec + e];
+        if (j < 0 || j >= n) {
+          x = 0.f;  // not stored, but part of what rounding takes
+          continue;
+        }
         if constexpr (kGeneral) {
-          if (j < 0 || j >= n) {
-            x = 0.f;
-            continue;
-          }
           const float s = transform.scaled(x, j), l = transform.capped(s);
           float g = r.slope * exp_minus(l, r.shift);
           if (r.offset != 0.f) g -= r.offset * (weight ? weight[j] : 1.f);
