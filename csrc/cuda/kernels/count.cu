@@ -144,11 +144,13 @@ __global__ void __launch_bounds__(kFinishThreads) count_small_kernel(CountParams
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t each = (p.rows + kFinishThreads - 1) / kFinishThreads, begin = threadIdx.x * each;
   unsigned valid = 0;
+#pragma unroll  // all loads at once
+  for (int e = 0; e < kSmallEach; ++e)
+    if (e < each && is_valid(p, begin + e)) valid |= 1u << e;
   double largest = 0;
-  for (int e = 0; e < each; ++e) {
+  for (int e = 0; (token_weight || upstream) && e < each; ++e) {
+    if (!((valid >> e) & 1)) continue;
     const int64_t i = begin + e;
-    if (!is_valid(p, i)) continue;
-    valid |= 1u << e;
     double multiplier = token_weight ? token_weight[i + p.shift] : 1.f;
     if (upstream) multiplier *= upstream[i * p.upstream_stride];
     largest = fmax(largest, fabs(multiplier));

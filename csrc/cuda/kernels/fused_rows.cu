@@ -215,6 +215,7 @@ constexpr int64_t kMostRanked = 16384;
 __global__ void __launch_bounds__(kRankThreads) sort_by_rank_kernel(FusedSortParams p) {
   __shared__ int4 tile[kRankTile / 4];
   __shared__ int counted[kRankSlices][kRankRows];
+  sm90::begin_after_previous_launch();
   const int lane = threadIdx.x % kRankRows, slice = threadIdx.x / kRankRows;
   const int64_t first = int64_t(blockIdx.x) * kRankRows, i = first + lane;
   const int32_t own = i < p.rows ? p.keys_in[i] : INT32_MAX;
@@ -251,6 +252,7 @@ __global__ void __launch_bounds__(kRankThreads) sort_by_rank_kernel(FusedSortPar
 }
 
 __global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
+  sm90::begin_after_previous_launch();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.rows) return;
   p.keys_in[i] = sort_key(p, i);
@@ -258,6 +260,7 @@ __global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) 
 }
 
 __global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p) {
+  sm90::begin_after_previous_launch();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i < p.rows) mark_bounds(p, i);
 }
@@ -400,19 +403,18 @@ size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
 }
 
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
-  sort_keys_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
+  if (cudaError_t e = sm90::launch_dependent(sort_keys_kernel, blocks_of(p.rows), kThreads, stream, p)) return e;
   if (p.rows <= kMostRanked) {
-    sort_by_rank_kernel<<<unsigned((p.rows + kRankRows - 1) / kRankRows), kRankThreads, 0, stream>>>(p);
-    sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    const unsigned blocks = unsigned((p.rows + kRankRows - 1) / kRankRows);
+    if (cudaError_t e = sm90::launch_dependent(sort_by_rank_kernel, blocks, kRankThreads, stream, p)) return e;
+    return sm90::launch_dependent(sort_starts_kernel, blocks_of(p.rows), kThreads, stream, p);
   }
   if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
   size_t bytes = p.scratch_bytes;
   if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions,
                                                       int(p.rows), 0, key_bits(p.num_classes), stream))
     return e;
-  sort_starts_kernel<<<blocks_of(p.rows), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return sm90::launch_dependent(sort_starts_kernel, blocks_of(p.rows), kThreads, stream, p);
 }
 
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {
