@@ -16,6 +16,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# What reaches the compiled library, without subprocesses and torch.compile.
+SANITIZED_TESTS = $(addprefix tests/test_,$(addsuffix .py,count_scale cross_entropy edges edges_plain errors \
+	extreme_logits modules properties publish sampling scalars shard_ops values))
 CXX_FILES = $$(find csrc tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
 # $(call python,NAMES) sets py to an interpreter with the packages of requirements/NAMES.txt. Its tools come first on the
@@ -44,6 +47,28 @@ test: ## run the tests (on the GPU too, if there is one)
 .PHONY: test-cuda
 test-cuda: ## run all tests, the slow ones too, and fail where no GPU is found
 	@$(call python,build test integrations); $(compile_tests); SYNCFREE_FAIL_WITHOUT_CUDA=1 "$$py" -m pytest $(parallel) $(PYTEST)
+
+# The CPU library with the compiler's sanitizers, in a package of its own. What they add has to be in the process before
+# anything else; fresh memory holds NaN, and a call that asks for too much memory gets an error, not an abort.
+SANITIZERS := address,undefined,float-cast-overflow
+sanitized = mkdir -p build/sanitize; \
+	cmake -G Ninja -S . -B build/sanitize -DSYNCFREE_CUDA=OFF -DSYNCFREE_SANITIZE=$(SANITIZERS) \
+		-DPython3_EXECUTABLE="$$py" >build/sanitize/configure.log; \
+	cmake --build build/sanitize --target _C; \
+	(cd syncfree_ext && find . -name '*.py' -o -name '*.html' | tar cf - -T -) | tar xf - -C build/sanitize/syncfree_ext; \
+	export PYTHONPATH="$(CURDIR)/build/sanitize"; \
+	export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=268435456:malloc_fill_byte=255; \
+	export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1; \
+	preload=$$(printf '%s ' $$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done))
+
+.PHONY: fuzz
+fuzz: ## random calls of every op on the CPU library, built with the compiler's sanitizers
+	@$(call python,build test syncs); $(sanitized); LD_PRELOAD="$$preload" "$$py" tools/fuzz.py $(ARGS)
+
+.PHONY: test-sanitized
+test-sanitized: ## the CPU tests of the loss and of the loop's parts on that library
+	@$(call python,build test); $(sanitized); LD_PRELOAD="$$preload" "$$py" -m pytest -m 'not slow and not cuda' \
+		$(parallel) $(SANITIZED_TESTS) $(PYTEST)
 
 .PHONY: build
 build: ## compile the libraries in place

@@ -108,6 +108,12 @@ def check_integer(function: str, name: str, value: object) -> None:
         raise ValueError(f"{function}: {name} must fit into 64 bits, got {value}")
 
 
+def check_flag(function: str, name: str, value: object) -> None:
+    """Raise TypeError unless the value is True or False, Python's or NumPy's, or 0 or 1."""
+    if not isinstance(value, (bool, int, torch.SymBool)) and type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{function}: {name} must be True or False, got {type(value).__name__}")
+
+
 def plain_number(value: Any) -> Any:
     """A number of NumPy as the Python number that it stands for; everything else as it is."""
     if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):

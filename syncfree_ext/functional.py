@@ -133,6 +133,7 @@ def linear_cross_entropy(
         z_loss_weight,
         shift,
     )
+    _check_returns(name, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logsumexp)
     if chunk_rows is not None:
         _checks.check_at_least(name, "chunk_rows", chunk_rows, 1)
         chunk_rows = _checks.plain_number(chunk_rows)
@@ -237,6 +238,7 @@ def cross_entropy(
         z_loss_weight,
         shift,
     )
+    _check_returns(name, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logsumexp)
     rows = _as_matrix(logits)
     flat_target = _as_sequences(target)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
@@ -283,6 +285,12 @@ def _check_matrix(function: str, name: str, input: Tensor, linear_weight: Tensor
         )
 
 
+def _check_returns(function: str, *flags: object) -> None:
+    names = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_logsumexp")
+    for name, flag in zip(names, flags, strict=True):
+        _checks.check_flag(function, name, flag)
+
+
 def _loss_options(
     function: str,
     input: Tensor,
@@ -302,6 +310,7 @@ def _loss_options(
 ) -> dict[str, Any]:
     """Check the options that both losses have and bring them to the form of the ops."""
     _checks.check_loss_options(function, target, num_items, reduction, label_smoothing, softcap, shift)
+    _checks.check_flag(function, "token_scaling", token_scaling)
     _checks.check_optional_vector(function, "weight", weight, input, (classes,), "one entry for each class", False)
     _checks.check_optional_vector(
         function, "token_weight", token_weight, input, target.shape, "the shape of target", False

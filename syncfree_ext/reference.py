@@ -615,7 +615,7 @@ def count_targets(
     own = torch.where(in_range, weights[torch.where(in_range, chosen, 0)], math.nan if weight is not None else 1.0)
     inv_ce, inv_z = _reciprocals(n, own.sum(), reduction, num_items, weight is not None, weights)
     largest = weights.new_ones(())
-    if token_weight is not None:
+    if token_weight is not None and token_weight.numel():
         multipliers = _aligned(token_weight.double(), shift, 0.0)[valid].abs()
         largest = multipliers.max() if n else weights.new_zeros(())
     zero = weights.new_zeros(())
@@ -631,5 +631,5 @@ def scale_unless_one_(grads: Sequence[Tensor], scale: Tensor, row_scales: Sequen
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         factor = scale.reshape(()).to(dtype)
         if len(row_scales) and row_scales[i].numel():
-            factor = (factor * row_scales[i].to(dtype)).reshape(-1, *[1] * (grad.dim() - 1))
+            factor = (factor * row_scales[i].to(dtype)).reshape(grad.shape[:1] + (1,) * (grad.dim() - 1))
         grad.copy_(torch.where(factor == 1, grad, (grad.to(dtype) * factor).to(grad.dtype)))

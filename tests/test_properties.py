@@ -97,7 +97,11 @@ def assume_representable(call: Call, e: Any) -> None:
             hypothesis.assume(float(grad.abs().max()) < HALF_MAX)
 
 
-def check_linear(case: dict[str, Any], device: torch.device) -> None:
+Place = Callable[[torch.device, Call], Call]
+
+
+def check_linear(case: dict[str, Any], device: torch.device, place: Place = on) -> None:
+    """place: brings the call to the device."""
     dtype = dtype_of(case, device)
     call = linear_call(case, dtype)
     autocast = autocast_of(case, dtype)
@@ -111,7 +115,7 @@ def check_linear(case: dict[str, Any], device: torch.device) -> None:
         hypothesis.assume(float(e.gradients.dx.abs().amax() if e.gradients.dx.numel() else 0) < HALF_MAX)
         hypothesis.assume(float(e.gradients.dw.abs().amax()) < HALF_MAX)
     trainable = case["trainable"] if call.linear_bias is not None else case["trainable"].replace("b", "")
-    moved = on(device, call)
+    moved = place(device, call)
     with torch.autocast(device.type, dtype=autocast) if autocast else nullcontext():
         out, grads = run(moved, trainable, **linear_options(case))
     loss = out if isinstance(out, Tensor) else out.loss
@@ -132,17 +136,21 @@ def test_plain_linear_cross_entropy_is_exact(case: dict[str, Any], device: torch
     check_linear(case, device)
 
 
-@property_test(logits_cases(), examples=200)
-def test_cross_entropy_is_exact(case: dict[str, Any], device: torch.device) -> None:
+def check_logits(case: dict[str, Any], device: torch.device, place: Place = on) -> None:
     call = logits_call(case, dtype_of(case, device))
     e = exact(call, logits=True)
     assume_representable(call, e)
-    moved = on(device, call)
+    moved = place(device, call)
     before = moved.input.clone()
     out, grads = run(moved, case["trainable"], logits, **{f"return_{name}": True for name in case["extras"]})
     check_values(moved, e, out)
     check_gradients(moved, e, (grads[0], None, None), case["trainable"])
     assert_equal(moved.input, before, "logits of the caller")
+
+
+@property_test(logits_cases(), examples=200)
+def test_cross_entropy_is_exact(case: dict[str, Any], device: torch.device) -> None:
+    check_logits(case, device)
 
 
 # ------------------------------------------------------------------------------- what follows from the definition alone
