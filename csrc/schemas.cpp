@@ -58,7 +58,8 @@ STABLE_TORCH_LIBRARY(syncfree, m) {
 
   // A chunk of rows scored against a slice of the vocabulary: linear_weight [n, H] and linear_bias [n] are of the classes
   // [first_class, first_class + n) of num_classes, n may be 0; weight [V], target and token_weight are whole. counts and
-  // rows come from count_targets. The dtype of linear_weight is that of the products; acc is float32, float64 for float64.
+  // rows come from count_targets, with the same target and shift: what they hold is trusted. The dtype of linear_weight
+  // is that of the products; acc is float32, float64 for float64.
   // logits: acc [chunk_rows, n padded to 16 bytes]. row_stats: acc [chunk_rows, 4], of this slice; where the target is of
   // another slice, the third is the logit of the slice's first class. predicted_tokens int64[BT]: the largest of this
   // slice.

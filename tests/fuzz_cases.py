@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Case:
     number: int
     device: torch.device
     notes: list[str] = field(default_factory=list)
+    aloud: bool = False  # notes go to standard error at once, where a crash finds them
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(f"{self.seed}:{self.number}".encode()).digest()
@@ -76,6 +78,8 @@ class Case:
 
     def note(self, text: object) -> None:
         self.notes.append(str(text))
+        if self.aloud:
+            print(text, file=sys.stderr, flush=True)
 
     def place(self, _device: torch.device, call: Call) -> Call:
         return self.guards.call(call)
@@ -215,10 +219,9 @@ def count(case: Case) -> str:
 def scale(case: Case) -> str:
     """scale_unless_one_: one rounding, to the bit; a factor of 1 leaves even the payload of a NaN alone."""
     r = case.random
-    factor = torch.tensor(
-        r.choice((1.0, 1.0, 0.0, -0.5, 3.0, 65536.0, math.nan, math.inf, r.uniform(-2, 2))),
-        dtype=r.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
-    )
+    # A factor that float32 holds, in which the reference multiplies all but float64.
+    factor = torch.tensor(r.choice((1.0, 1.0, 0.0, -0.5, 3.0, 65536.0, math.nan, math.inf, r.uniform(-2, 2))))
+    factor = factor.float().to(r.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16)))
     grads, row_scales = [], []
     with_rows = r.random() < 0.5
     for i in range(r.randint(0, 12)):

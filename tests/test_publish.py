@@ -90,7 +90,7 @@ FIXED: dict[str, Any] = {"first_integer_column": 1, "ticket": 1}
         ((S, [X + 1j], [0], []), {}, r"values\[0\] must be float64"),
         ((S, [X], [0], []), {"ticket": 0}, "ticket must be at least 1, got 0"),
         ((S, [X], [0], []), {"origin": -1}, "origin must not be negative"),
-        ((S, [X], [0], []), {"counters": torch.zeros(1).long()}, "counters must be contiguous int64 with more than 1"),
+        ((S, [X], [0], []), {"counters": torch.zeros(1).long()}, "counters must be contiguous int64 with an entry for origin 0"),
         ((S, [X], [0], []), {"counters": torch.zeros(3)}, "counters must be contiguous int64"),
     ],
 )

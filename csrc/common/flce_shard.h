@@ -103,6 +103,8 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_logits(Tensor input, Tensor linear
            shape_of(linear_weight));
   const LossInputs in(op, input, shard.acc, input.size(0), num_classes, target, SF_OPTION_ARGUMENTS);
   const Chunk chunk = shard_chunk(op, counts, rows, input, first_row, chunk_rows);
+  SF_CHECK(rows.numel() == in.rows, op, ": rows must have one entry for each of ", in.rows, " rows, got shape ",
+           shape_of(rows));
   if (predicted_tokens) check_vector(op, "predicted_tokens", *predicted_tokens, ScalarType::Long, in.rows, input);
   const DType acc = dtype_of(shard.acc), compute = dtype_of(shard.compute);
   const Tensor x = with_contiguous_rows(input);

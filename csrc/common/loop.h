@@ -78,8 +78,8 @@ void publish_(Tensor slots, std::vector<Tensor> values, std::vector<int64_t> col
   if (counters) {
     check_same_device(op, "counters", *counters, slots);
     SF_CHECK(counters->scalar_type() == ScalarType::Long && counters->is_contiguous() && counters->dim() == 1 &&
-                 counters->numel() > 1 + origin,
-             op, ": counters must be contiguous int64 with more than ", 1 + origin, " entries, got ",
+                 counters->numel() - 1 > origin,
+             op, ": counters must be contiguous int64 with an entry for origin ", origin, " behind the first, got ",
              shape_of(*counters), " of ", name_of(counters->scalar_type()));
   }
   PublishParams p{};
@@ -178,6 +178,8 @@ std::tuple<Tensor, Tensor, Tensor> masked_indices(Tensor mask, int64_t size, Opt
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < dims; ++i) rows *= shape[i] = mask.size(i);
   shape[dims - 1] = size;
+  SF_CHECK(size <= INT64_MAX / 8 / std::max<int64_t>(rows, 1), op, ": size must leave an address for each of ", rows,
+           " rows, got ", size);
   if (keys) {
     check_same_device(op, "keys", *keys, mask);
     check_floating(op, "keys", *keys);

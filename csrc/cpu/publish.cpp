@@ -54,15 +54,19 @@ int64_t slot_value(const PublishParams::Item& item) {
 }  // namespace
 
 void publish_cpu(const PublishParams& p) {
-  const int64_t ticket = p.counters ? p.counters[0] + 1 : p.ticket;
-  int64_t* row = p.slots + (ticket - 1) % p.rows * p.width;
+  // Unsigned: whatever a counter holds, the row is one of these.
+  const uint64_t before = p.counters ? uint64_t(p.counters[0]) : uint64_t(p.ticket) - 1;
+  const int64_t ticket = int64_t(before + 1);
+  int64_t* row = p.slots + int64_t(before % uint64_t(p.rows)) * p.width;
   if (p.first) __atomic_store_n(row + kSlotBegin, ticket, __ATOMIC_RELAXED);
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (int i = 0; i < p.count; ++i)
     __atomic_store_n(row + kSlotColumns + p.items[i].column, slot_value(p.items[i]), __ATOMIC_RELAXED);
   if (!p.last) return;
   __atomic_store_n(row + kSlotOrigin, p.origin, __ATOMIC_RELAXED);
-  __atomic_store_n(row + kSlotRepeat, p.counters ? p.counters[1 + p.origin]++ : 0, __ATOMIC_RELAXED);
+  const int64_t repeat = p.counters ? p.counters[1 + p.origin] : 0;
+  if (p.counters) p.counters[1 + p.origin] = int64_t(uint64_t(repeat) + 1);
+  __atomic_store_n(row + kSlotRepeat, repeat, __ATOMIC_RELAXED);
   __atomic_store_n(row + kSlotEnd, ticket, __ATOMIC_RELEASE);
   if (p.counters) p.counters[0] = ticket;
 }

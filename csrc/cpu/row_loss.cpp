@@ -239,8 +239,10 @@ struct RowKernel {
         }
       }
 
-      const RowResult<T> r = row_result(s, constants, all_weights ? all_weights[target] : T(1),
-                                        token_weight ? token_weight[i + p.shift] : T(1),
+      // Only a target that count_targets has not seen can be no class: a caller of the ops over a slice may pass one.
+      const bool valid = target >= 0 && target < p.total_classes;
+      const T target_weight = !all_weights ? T(1) : valid ? all_weights[target] : T(NAN);
+      const RowResult<T> r = row_result(s, constants, target_weight, token_weight ? token_weight[i + p.shift] : T(1),
                                         upstream ? upstream[i * p.upstream_stride] : T(1));
       if (p.ce) static_cast<T*>(p.ce)[i] = r.ce;
       if (p.z) static_cast<T*>(p.z)[i] = r.z;

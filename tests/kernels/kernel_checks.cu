@@ -1,5 +1,6 @@
 // Checks of the launchers without torch, against plain loops in double. Small enough for compute-sanitizer.
 //   cmake --build build/cmake --target kernel_checks && ctest --test-dir build/cmake
+//   kernel_checks [count rows moves scale select publish]; all of them without a name
 // Exit code: the number of failed checks, 77 (ctest: skipped) without a device.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "../../csrc/common/keys.h"
@@ -367,9 +369,22 @@ void check_publish() {
   CUDA(cudaFreeHost(host));
 }
 
+void check_all_rows() {
+  for (int64_t classes : {2, 17, 513, 8192, 32003})
+    for (bool general : {false, true}) {
+      check_rows<float>(classes, general);
+      check_rows<__nv_bfloat16>(classes, general);
+    }
+}
+
+struct Check {
+  std::string name;
+  void (*run)();
+};
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::printf("no CUDA device: skipped\n");
@@ -379,16 +394,16 @@ int main() {
       std::getenv("SYNCFREE_SEED") ? std::strtoull(std::getenv("SYNCFREE_SEED"), nullptr, 10) : std::random_device()();
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   rng.seed(seed);
-  check_count();
-  for (int64_t classes : {2, 17, 513, 8192, 32003})
-    for (bool general : {false, true}) {
-      check_rows<float>(classes, general);
-      check_rows<__nv_bfloat16>(classes, general);
-    }
-  check_moves();
-  check_scale();
-  check_select();
-  check_publish();
+  const std::vector<Check> checks{{"count", check_count}, {"rows", check_all_rows}, {"moves", check_moves},
+                                  {"scale", check_scale}, {"select", check_select}, {"publish", check_publish}};
+  const std::vector<std::string> names(argv + 1, argv + argc);
+  size_t run = 0;
+  for (const Check& check : checks)
+    if (names.empty() || std::find(names.begin(), names.end(), check.name) != names.end()) check.run(), ++run;
+  if (run != (names.empty() ? checks.size() : names.size())) {
+    std::printf("there are count, rows, moves, scale, select and publish\n");
+    return 2;
+  }
   std::printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
   return std::min(failures, 76);
 }

@@ -56,8 +56,10 @@ __device__ __forceinline__ void store_release(int64_t* p, int64_t value) {
 }
 
 __global__ void __launch_bounds__(kThreads) publish_kernel(const __grid_constant__ PublishParams p) {
-  const int64_t ticket = p.counters ? p.counters[0] + 1 : p.ticket;
-  int64_t* row = p.slots + (ticket - 1) % p.rows * p.width;
+  // Unsigned: whatever a counter holds, the row is one of these.
+  const uint64_t before = uint64_t(p.counters ? p.counters[0] : p.ticket - 1);
+  const int64_t ticket = int64_t(before + 1);
+  int64_t* row = p.slots + int64_t(before % uint64_t(p.rows)) * p.width;
   if (threadIdx.x == 0 && p.first) {
     *static_cast<volatile int64_t*>(row + kSlotBegin) = ticket;
     __threadfence_system();

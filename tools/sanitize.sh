@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# compute-sanitizer over the CUDA kernels, in parts that each end inside of ten minutes.
+#
+#   tools/sanitize.sh                                   all parts
+#   tools/sanitize.sh memcheck-kernels racecheck-plain  some of them
+#   tools/sanitize.sh list                              their names
+#   JOBS=6 tools/sanitize.sh                            six at a time
+#
+# A part is a tool and a suite. Tools: memcheck, initcheck, racecheck, synccheck. Suites:
+#   kernels, select      tests/kernels/kernel_checks.cu, which is compiled here unless KERNEL_CHECKS names it; no torch
+#   edges, plain, logits, loop, properties               the cuda tests of pytest whose shapes are small
+#   fuzz                                                 tools/fuzz.py
+#
+# Of torch the caching allocator is switched off: it would hand out parts of large blocks, in which a kernel that runs
+# over the end of one tensor meets another. CUDA graphs need that allocator, so tests with graphs are left out.
+#
+# Findings are told from those of other libraries by the kernel: ours are in the namespace syncfree. All kernels are
+# watched, torch's and cuBLAS' too, or what they write would count as never written; a report that names no kernel of
+# ours is counted in the column "other" and fails nothing. Errors of API calls are not reported: torch probes.
+#
+# Environment: PYTHON, JOBS (1), SECONDS_EACH (570), OUT (build/sanitize-cuda): logs, and summary.json. It runs from a
+# checkout with the library built in place, or with another syncfree_ext on PYTHONPATH. The status is 1 if a part found
+# something, failed, or did not end in time.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+out=${OUT:-build/sanitize-cuda}
+limit=${SECONDS_EACH:-570}
+PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+tools="memcheck initcheck racecheck synccheck"
+suites="kernels select edges plain logits loop properties fuzz"
+
+parts=()
+for name in "${@:-all}"; do
+  case $name in
+    all | list) for tool in $tools; do for suite in $suites; do parts+=("$tool-$suite"); done; done ;;
+    *)
+      if [[ " $tools " != *" ${name%%-*} "* || " $suites " != *" ${name#*-} "* ]]; then
+        echo "sanitize.sh: a part is one of ${tools// /, } and, after a hyphen, one of ${suites// /, }; got $name" >&2
+        exit 2
+      fi
+      parts+=("$name")
+      ;;
+  esac
+done
+if [[ ${1:-} == list ]]; then
+  printf '%s\n' "${parts[@]}"
+  exit
+fi
+command -v compute-sanitizer >/dev/null || { echo "sanitize.sh: compute-sanitizer is not on PATH; set CUDA_HOME" >&2; exit 2; }
+mkdir -p "$out"
+out=$(realpath "$out")
+[[ -n $(compgen -G 'syncfree_ext/_C.*') ]] && export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+# The launchers' checks, for the GPU that is here, with line numbers.
+checks=${KERNEL_CHECKS:-$out/kernel_checks}
+if [[ " ${parts[*]} " == *-kernels\ * || " ${parts[*]} " == *-select\ * ]] && [[ ! -x $checks ]]; then
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+  echo "compiling kernel_checks for sm_${capability:-90}"
+  mkdir -p "$out/objects"
+  for source in tests/kernels/kernel_checks.cu csrc/cuda/kernels/{count,row_moves,row_loss,reduce,scale,publish,select}.cu; do
+    echo "$source"
+  done | xargs -P "$(nproc)" -I{} sh -c \
+    "nvcc -std=c++20 -O3 -lineinfo -arch=sm_${capability:-90} -c {} -o $out/objects/\$(basename {} .cu).o" || exit 2
+  nvcc -arch="sm_${capability:-90}" "$out"/objects/*.o -o "$checks" || exit 2
+fi
+
+run_part() { # name
+  local tool=${1%%-*} suite=${1#*-} from=$SECONDS examples=16 fuzzed=300 command environment=()
+  # What takes long under a tool is done less often.
+  [[ $tool == racecheck ]] && examples=4 fuzzed=80
+  [[ $tool == initcheck ]] && examples=10 fuzzed=200
+  local pytest=("$python" -m pytest -q -p no:cacheprovider -p no:xdist --no-header --tb=short -k "cuda and not graph and not capture")
+  case $suite in
+    kernels) command=("$checks" count rows moves scale publish) ;;
+    select) command=("$checks" select) ;;
+    edges) command=("${pytest[@]}" tests/test_edges.py) ;;
+    plain) command=("${pytest[@]}" tests/test_edges_plain.py) ;;
+    logits) command=("${pytest[@]}" tests/test_cross_entropy.py tests/test_shard_ops.py) ;;
+    loop) command=("${pytest[@]}" tests/test_count_scale.py tests/test_sampling.py tests/test_publish.py) ;;
+    properties) command=("${pytest[@]}" tests/test_properties.py) ;;
+    fuzz) command=("$python" tools/fuzz.py --device cuda --minutes 8 --cases $fuzzed --seed "${SYNCFREE_SEED:-1}") ;;
+  esac
+  environment=(PYTORCH_NO_CUDA_MEMORY_CACHING=1 SYNCFREE_FAIL_WITHOUT_CUDA=1 SYNCFREE_EXAMPLES=$examples SYNCFREE_SHRINK=0)
+  timeout -k 10 "$limit" env "${environment[@]}" compute-sanitizer --tool "$tool" --target-processes all \
+    --report-api-errors no --show-backtrace no --print-limit 2000 "${command[@]}" >"$out/$1.log" 2>&1
+  echo "$? $((SECONDS - from))" >"$out/$1.status"
+}
+
+running=0
+for part in "${parts[@]}"; do
+  rm -f "$out/$part.status"
+  run_part "$part" &
+  if ((++running >= ${JOBS:-1})); then
+    wait -n
+    ((running--))
+  fi
+done
+wait
+"$python" tools/sanitize_summary.py "$out" "${parts[@]}"

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""The table of tools/sanitize.sh, from the logs of compute-sanitizer that it made.
+
+A report begins with a line that says what happened, and goes on in indented lines that name the kernel. Those that name
+a kernel of the namespace syncfree are ours. A total that is larger than the reports found counts as ours: what is not
+understood is not passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+_PREFIX = "========= "
+# Lines that are no report, or end one.
+_NO_REPORT = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target application|Use --|$")
+_TOTAL = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:errors?|hazards? displayed)")
+_NOT_PRINTED = re.compile(r"(\d+) (?:errors|hazards) were not printed")
+
+
+@dataclass
+class Part:
+    """What a part of the run found."""
+
+    name: str
+    status: int
+    seconds: int
+    ours: int = 0
+    other: int = 0
+    unknown: int = 0
+    first: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """One word for the table."""
+        if self.ours or self.unknown:
+            return "FOUND"
+        if self.status in (124, 137):
+            return "TIMEOUT"
+        return "FAILED" if self.status else "ok"
+
+
+def reports(text: str) -> list[str]:
+    """The reports of a log, each as one string."""
+    found: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith(_PREFIX.rstrip()):
+            continue
+        rest = line[len(_PREFIX) :] if line.startswith(_PREFIX) else ""
+        if rest.startswith("    ") and inside:
+            found[-1] += "\n" + rest.strip()
+        elif _NO_REPORT.match(rest):
+            inside = False
+        else:
+            inside = True
+            found.append(rest.strip())
+    return found
+
+
+def judge(name: str, status: int, seconds: int, text: str) -> Part:
+    """Count the reports of a log."""
+    part = Part(name, status, seconds)
+    for report in reports(text):
+        if _NOT_PRINTED.search(report):
+            continue
+        if "syncfree" in report:
+            part.ours += 1
+            if len(part.first) < 5 and report not in part.first:
+                part.first.append(report)
+        else:
+            part.other += 1
+    total = sum(int(n) for n in _TOTAL.findall(text))
+    part.unknown = max(0, total - part.ours - part.other)
+    if not _TOTAL.search(text) and status not in (124, 137):
+        part.status = status or 1  # the tool itself did not run
+    return part
+
+
+def main(folder: str, names: list[str]) -> int:
+    """Print the table and write summary.json; the status of the run."""
+    parts = []
+    for name in names:
+        status, seconds = (int(n) for n in (Path(folder) / f"{name}.status").read_text().split())
+        text = (Path(folder) / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        parts.append(judge(name, status, seconds, text))
+    for part in parts:
+        for report in part.first:
+            print(f"{part.name}: {report}")
+        if part.verdict == "FAILED":
+            text = (Path(folder) / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
+            print(f"{part.name} failed:\n{text[-1500:]}")
+    print(f"{'part':<24} {'seconds':>7} {'ours':>6} {'other':>6} {'unknown':>7} {'status':>6}  verdict")
+    for part in parts:
+        counts = f"{part.ours:>6} {part.other:>6} {part.unknown:>7} {part.status:>6}"
+        print(f"{part.name:<24} {part.seconds:>7} {counts}  {part.verdict}")
+    record = [{**asdict(part), "verdict": part.verdict} for part in parts]
+    (Path(folder) / "summary.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(any(part.verdict != "ok" for part in parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
