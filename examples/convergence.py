@@ -110,7 +110,8 @@ def run_all(options: argparse.Namespace) -> None:
     """Each run in a process of its own, `jobs` of them at a time."""
     size = SIZES[options.size]
     load_text(size.text, size.vocabulary)  # once, before they all look for it
-    waiting, running = all_parts(options), {}
+    waiting = all_parts(options)
+    running: dict[str, subprocess.Popen[bytes]] = {}
     same = ["--size", options.size, "--device", options.device, "--dtype", options.dtype, "--parts", options.parts]
     same += ["--steps", str(options.steps)] if options.steps else []
     options.parts.mkdir(parents=True, exist_ok=True)

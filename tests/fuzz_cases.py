@@ -88,7 +88,7 @@ class Case:
         return torch.randn(shape, generator=self.rng).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- losses
+# --------------------------------------------------------------------------------------------------------------- losses
 
 
 def grown(case: Case, what: dict[str, Any], hidden: bool = True) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     return (gradient.float() * scale[:, None]).half() if scale.numel() else gradient
 
 
-# ------------------------------------------------------------------------------------------------------------- small ops
+# ------------------------------------------------------------------------------------------------------------ small ops
 
 
 def count(case: Case) -> str:
@@ -335,7 +335,7 @@ def functional_masked_indices(*args: Any, **options: Any) -> Any:
     return syncfree_ext.masked_indices(*args, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------------ runs
+# ----------------------------------------------------------------------------------------------------------------- runs
 
 
 def kinds() -> dict[str, tuple[int, Callable[[Case], str]]]:

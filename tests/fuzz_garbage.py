@@ -36,7 +36,7 @@ TRUSTED = ("counts", "rows")
 REFUSALS = (ValueError, TypeError, IndexError)
 
 
-# ---------------------------------------------------------------------------------------------------------------- spoils
+# --------------------------------------------------------------------------------------------------------------- spoils
 
 
 def _tensors(args: Arguments, floating: bool = False) -> list[str]:
@@ -57,7 +57,12 @@ def _some(case: Case, t: Tensor, values: tuple[Any, ...]) -> Tensor:
 def spoil_target(case: Case, args: Arguments) -> None:
     """Classes that do not exist."""
     t, v = args.get("target"), args.get("linear_weight", args.get("logits"))
-    if not isinstance(t, Tensor) or t.dtype not in (torch.int64, torch.int32) or not isinstance(v, Tensor) or not v.dim():
+    if (
+        not isinstance(t, Tensor)
+        or t.dtype not in (torch.int64, torch.int32)
+        or not isinstance(v, Tensor)
+        or not v.dim()
+    ):
         return
     classes = v.shape[0] if "linear_weight" in args else v.shape[-1]
     info = torch.iinfo(t.dtype)
@@ -144,6 +149,12 @@ SPOILS = (
 )  # fmt: skip
 
 
+def require(condition: bool, text: str) -> None:
+    """Raise AssertionError, where the condition is of an error that was caught."""
+    if not condition:
+        raise AssertionError(text)
+
+
 def _held(case: Case, args: Arguments) -> Arguments:
     return {
         name: case.guards.hold(a, name).requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
@@ -151,7 +162,7 @@ def _held(case: Case, args: Arguments) -> Arguments:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- functions
+# ------------------------------------------------------------------------------------------------------------ functions
 
 
 def garbage_linear(case: Case) -> str:
@@ -211,7 +222,7 @@ def _attempt(function: Any, positional: tuple[str, ...], args: Arguments, upstre
     try:
         out = function(*in_order, **given)
     except REFUSALS as error:
-        assert "syncfree" in str(error), f"an error that does not say whose it is: {type(error).__name__}: {error}"
+        require("syncfree" in str(error), f"an error that does not say whose it is: {type(error).__name__}: {error}")
         return error
     outputs = [out] if isinstance(out, Tensor) else list(out)
     loss = outputs[0]
@@ -256,7 +267,7 @@ def _check_bad_is_seen(
         assert not dx.reshape(rows.shape)[~scored].any(), "gradients of ignored rows"
 
 
-# ------------------------------------------------------------------------------------------------------------------- ops
+# ------------------------------------------------------------------------------------------------------------------ ops
 
 
 def _legal_calls(case: Case) -> list[tuple[Any, Arguments]]:
@@ -400,11 +411,11 @@ def garbage_ops(case: Case) -> str:
     try:
         _run(op, _held_for(case, op, mutated))
     except (*REFUSALS, RuntimeError) as error:
-        assert "CUDA error" not in str(error), f"an error of the device: {error}"
-        assert "INTERNAL ASSERT" not in str(error), f"an error that tells nobody anything: {error}"
+        require("CUDA error" not in str(error), f"an error of the device: {error}")
+        require("INTERNAL ASSERT" not in str(error), f"an error that tells nobody anything: {error}")
         outcome = "refused"
     except AttributeError as error:  # the dispatcher takes None for a tensor, which shows where shapes are traced
-        assert "NoneType" in str(error)
+        require("NoneType" in str(error), str(error))
         outcome = "refused"
     after = _run(op, _held_for(case, op, args))
     for a, b in zip(after, before, strict=True):

@@ -41,7 +41,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --------------------------------------------------------------------------------------------------------------- threads
+# -------------------------------------------------------------------------------------------------------------- threads
 
 # What the threads call at once: kernels of all paths, with and without chunks, of several shapes.
 PROBLEMS: tuple[dict[str, Any], ...] = (
@@ -203,7 +203,7 @@ def two_models(device: torch.device, steps: int) -> Numbers:
     return {"steps": 2 * steps}
 
 
-# --------------------------------------------------------------------------------------------------------- out of memory
+# -------------------------------------------------------------------------------------------------------- out of memory
 
 
 def out_of_memory(device: torch.device, budgets: int = 24) -> Numbers:
@@ -237,7 +237,7 @@ def out_of_memory(device: torch.device, budgets: int = 24) -> Numbers:
     return {"ran_out": failures, "calls": budgets * len(problems)}
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------------------ processes
 
 
 def _child(device: str, single: bool, results: Any) -> None:
@@ -268,7 +268,7 @@ def processes(device: torch.device, rounds: int) -> Numbers:
     return done
 
 
-# -------------------------------------------------------------------------------------------------- exit with work queued
+# ------------------------------------------------------------------------------------------------ exit with work queued
 
 _PRELUDE = """
     import sys, threading
@@ -371,14 +371,14 @@ def exits(device: torch.device, rounds: int) -> Numbers:
     return {"exits": rounds * len(EXITS), "slowest_seconds": round(slowest, 1)}
 
 
-# ----------------------------------------------------------------------------------------------------------------- leaks
+# ---------------------------------------------------------------------------------------------------------------- leaks
 
 
 class _MallInfo(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
-    ]  # fmt: skip
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 def _heap_bytes() -> int:

@@ -283,3 +283,15 @@ def test_scale_refuses_what_it_cannot_do(device: torch.device) -> None:
         with pytest.raises(ValueError, match=rf"^syncfree::scale_unless_one_: {argument}"):
             OPS.scale_unless_one_(grads, factor, rows)
     assert (grad == 1).all()
+
+
+def test_a_single_element_with_a_row_scale(device: torch.device) -> None:
+    grads = [torch.tensor(3.0, device=device), torch.tensor([3.0], device=device)]
+    expected = [grad.clone() for grad in grads]
+    rows = [torch.tensor([0.5], device=device)] * 2
+    OPS.scale_unless_one_(grads, torch.tensor(2.0, device=device), rows)
+    reference.scale_unless_one_(expected, torch.tensor(2.0, device=device), rows)
+    for got, want in zip(grads, expected, strict=True):
+        assert_equal(got, want)
+    OPS.scale_unless_one_(grads, torch.tensor(3.0, device=device), rows)
+    assert [float(g) for g in grads] == [4.5, 4.5]

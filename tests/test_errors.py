@@ -251,3 +251,14 @@ def test_an_index_error_names_the_target_on_the_cpu(bad: int) -> None:
     ):
         with pytest.raises(IndexError, match=rf"^syncfree.*target.*\[0, 19\).*ignore_index -100, got {bad}\b"):
             call()
+
+
+@pytest.mark.parametrize("name", ["token_scaling", "return_z_loss", "return_logsumexp"])
+@pytest.mark.parametrize("value", ["", "yes", 1.0, None, [], torch.ones(2)], ids=str)
+def test_flags(name: str, value: Any) -> None:
+    x, w, target = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64)
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=f"syncfree_ext.linear_cross_entropy: {name} must be True or False, got {kind}"):
+        syncfree_ext.linear_cross_entropy(x, w, target, **{name: value})
+    with pytest.raises(TypeError, match=f"syncfree_ext.cross_entropy: {name} must be True or False, got {kind}"):
+        syncfree_ext.cross_entropy(w, torch.zeros(4, dtype=torch.int64), **{name: value})

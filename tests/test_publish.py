@@ -90,7 +90,11 @@ FIXED: dict[str, Any] = {"first_integer_column": 1, "ticket": 1}
         ((S, [X + 1j], [0], []), {}, r"values\[0\] must be float64"),
         ((S, [X], [0], []), {"ticket": 0}, "ticket must be at least 1, got 0"),
         ((S, [X], [0], []), {"origin": -1}, "origin must not be negative"),
-        ((S, [X], [0], []), {"counters": torch.zeros(1).long()}, "counters must be contiguous int64 with an entry for origin 0"),
+        (
+            (S, [X], [0], []),
+            {"counters": torch.zeros(1).long()},
+            "counters must be contiguous int64 with an entry for origin 0",
+        ),
         ((S, [X], [0], []), {"counters": torch.zeros(3)}, "counters must be contiguous int64"),
     ],
 )
@@ -186,3 +190,21 @@ def test_a_torn_row_is_seen() -> None:
     assert lane.read(1) is None
     assert lane.newest() == 3
     assert lane.read(2) is None
+
+
+@pytest.mark.parametrize("count", [-1, -7, -(2**63), 2**63 - 1])
+def test_a_counter_that_holds_anything(count: int, device: torch.device) -> None:
+    """The row is one of the slots' whatever the counter says; what lies around them stays as it was."""
+    memory = torch.zeros(9, COLUMNS + 1, dtype=torch.int64, device=device)
+    counters = torch.tensor([count, 2**63 - 1], device=device)
+    OPS.publish_(memory[3:6], [torch.ones((), device=device)], [0], [], first_integer_column=1, counters=counters)
+    assert memory[3:6].any()
+    assert not memory[:3].any()
+    assert not memory[6:].any()
+    assert counters[0] == (count + 1 if count < 2**63 - 1 else -(2**63))
+
+
+def test_an_origin_past_all_counters() -> None:
+    for origin in (2, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"counters must be contiguous int64 with an entry for origin {origin}"):
+            OPS.publish_(S, [X], [0], [], first_integer_column=1, counters=torch.zeros(3).long(), origin=origin)

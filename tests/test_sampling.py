@@ -354,3 +354,12 @@ def test_host_count_bound_errors() -> None:
         host_count_bound(M[0, 0], 1)
     with pytest.raises(ValueError, match="must be on the CPU, got meta"):
         host_count_bound(M.to("meta"), 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("size", [2**60, 2**61 + 1, 2**62, 2**63 - 1])
+def test_a_size_that_no_memory_holds(rows: int, size: int, device: torch.device) -> None:
+    """rows * size * 8 bytes must not wrap around to something that can be had."""
+    mask = torch.ones(rows, 5, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match=f"syncfree::masked_indices: size must leave an address .* got {size}"):
+        masked_indices(mask, size)

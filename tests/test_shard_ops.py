@@ -326,3 +326,23 @@ def test_arguments_of_the_gradient(argument: str, rng: torch.Generator) -> None:
     arguments[argument] = arguments[argument][..., 1:].contiguous()
     with pytest.raises(ValueError, match=f"syncfree::flce_shard_gradient: {argument} must have shape"):
         ops.flce_shard_gradient(**arguments)
+
+
+@pytest.mark.parametrize("bad", [V, -1, 2**40, -(2**63), 2**63 - 1])
+def test_a_target_that_was_not_counted(bad: int, device: torch.device, rng: torch.Generator) -> None:
+    """Another target than that of counts and rows may hold anything: nothing is read outside of the class weights."""
+    sample = Sample(device, rng, odd=True)
+    args, options = sample.gradient_arguments()
+    at = int(sample.order[CHUNK[0]])
+    sample.target[at] = bad
+    dx, _ = ops.flce_shard_gradient(*args, **options)
+    assert args[6][at].isnan()
+    assert dx[0].isnan().all()
+    assert dx[1:].isfinite().all()
+
+
+def test_rows_of_another_number(rng: torch.Generator) -> None:
+    args, options = Sample(torch.device("cpu"), rng).logits_arguments()
+    rows = torch.cat((args[4], args[4]))
+    with pytest.raises(ValueError, match=r"syncfree::flce_shard_logits: rows must have one entry for each of 11 rows"):
+        ops.flce_shard_logits(*args[:4], rows, *args[5:], **options)

@@ -96,9 +96,12 @@ def run_cases(
     """Run cases until the time is up, or one is lost with the process; `record` gets a line for each."""
     start = time.monotonic()
     findings = 0
+    parent = os.getppid()  # without it nobody reads on
     with record.open("a", encoding="utf-8", buffering=1) as lines:
         number = first
         while time.monotonic() - start < seconds and number - first < most and findings < MOST_FINDINGS:
+            if os.getppid() != parent:
+                return
             lines.write(json.dumps({"start": number}) + "\n")
             # Standard error is a file here, which is to hold what this case says, and no other.
             sys.stderr.flush()
