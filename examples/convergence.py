@@ -146,6 +146,12 @@ def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean(v * v for v in values)) if values else 0.0
 
 
+def error_of_mean(values: Sequence[float]) -> float:
+    """The standard deviation of their mean; 0 of a single one. statistics.stdev takes no NaN."""
+    mean = statistics.fmean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values))
+
+
 def verdict(curves: dict[str, dict[int, list[float]]], held_out: dict[str, dict[int, float]]) -> Record:
     """Whether ours and eager differ by less than seeds do.
 
@@ -175,7 +181,7 @@ def verdict(curves: dict[str, dict[int, list[float]]], held_out: dict[str, dict[
         "between_heads": root_mean_square([d for each in paired.values() for d in each]),
         "between_seeds": root_mean_square(across),
         "offset": statistics.fmean(offsets),
-        "offset_error": statistics.stdev(offsets) / math.sqrt(len(offsets)) if len(offsets) > 1 else 0.0,
+        "offset_error": error_of_mean(offsets),
         "held_out_difference": statistics.fmean(differences),
         "held_out_between_seeds": root_mean_square([h[a] - h[b] for h in held_out.values() for a, b in pairs]),
     }
@@ -285,7 +291,8 @@ def _draw_share(shown: Record, curves: Any, gaps: Any, point: int, tones: dict[s
     for i, seed in enumerate(by_seed["ours"]):
         gap = [a - b for a, b in zip(by_seed["ours"][seed], by_seed["eager"][seed], strict=True)]
         gaps.plot(steps, gap, color=tones["ours"], linewidth=1.0, label="ours − eager, same seed" if i == 0 else None)
-    limit = 3 * max(shown["verdict"]["between_seeds"], 1e-4)
+    spread = shown["verdict"]["between_seeds"]
+    limit = 3 * max(spread, 1e-4) if math.isfinite(spread) else 1.0
     gaps.set_ylim(-limit, limit)
     curves.set_title(f"{shown['ignored']:.0%} of the targets ignored", color=grey, loc="left")
     curves.set_ylabel("training loss")

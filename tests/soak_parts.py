@@ -109,7 +109,7 @@ def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 
 def threads(device: torch.device, seconds: float, count: int = 8, seed: int = 0) -> Numbers:
-    """Threads with streams of their own, each with its problem, against what one thread alone gave; one ring for all."""
+    """Threads with streams of their own, each with its problem, against what one thread gave; one ring for all."""
     problems = [Problem(device, i, seed) for i in range(count)]
     expected = [problem.run() for problem in problems]
     synchronize(device)
