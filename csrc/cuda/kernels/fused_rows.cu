@@ -131,10 +131,12 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
                                 float(by_target ? relative : exact), z * constants.logit_scale, 0.f};
     const float multiplier = p.row.token_weight ? static_cast<const float*>(p.row.token_weight)[i + p.row.shift] : 1.f;
     const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
-    r = row_result(stats, constants, 1.f, multiplier, upstream);
+    const int target = p.rows.target[k];
+    const float* weights = static_cast<const float*>(p.row.weight);
+    const float target_weight = !weights ? 1.f : target >= 0 ? weights[target] : NAN;
+    r = row_result(stats, constants, target_weight, multiplier, upstream);
     v = by_target ? r.slope * exp2f(above) : r.slope;
     if (p.rows.best) {
-      const int target = p.rows.target[k];
       // A scale of 0 makes all logits equal, and the first class wins.
       if (scale == 0.f) best = make_float2(0.f, __int_as_float(target == 0 && p.row.num_classes > 1 ? 1 : 0));
       if (target >= 0) take(make_float2(scale == 0.f ? 0.f : scale > 0.f ? z : -z, __int_as_float(target)));

@@ -96,7 +96,7 @@ bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const 
   return problem.compute == ScalarType::BFloat16 && wide(problem.input.scalar_type()) && wide(problem.weight_leaf) &&
          in.rows > 0 && hidden % 8 == 0 && pitch_of(problem.weight) % 8 == 0 &&
          pitch_of(problem.input) * element % 16 == 0 && is_aligned16(problem.weight.const_data_ptr()) &&
-         is_aligned16(problem.input.const_data_ptr()) && !problem.bias && !in.weight && in.options.softcap == 0 &&
+         is_aligned16(problem.input.const_data_ptr()) && !problem.bias && in.options.softcap == 0 &&
          in.options.label_smoothing == 0 && fused_supported_device();
 }
 
