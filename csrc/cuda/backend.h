@@ -38,8 +38,8 @@ class CudaBackend {
   void select(const SelectParams& p) { done(launch_select(p, stream_), "masked indices"); }
   void gemm(const GemmParams& p);
 
-  // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, options that
-  // are scalars of a row.
+  // The Hopper path (ops/fused.cpp): bfloat16 products on compute capability 9.0, hidden a multiple of 8, and nearly all
+  // options; docs/semantics.md has the table.
   bool fuses(const FlceProblem& problem, const LossInputs& in) const;
   FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                           const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need);

@@ -5,18 +5,13 @@
 // (lane % 4) * 2 + (i & 1).
 #pragma once
 
+#include "../kernels/softcap.cuh"
 #include "split_accumulator.cuh"
 #include "store_rows.cuh"
 
 namespace syncfree::sm90 {
 
 constexpr float kLog2e = 1.4426950408889634f;
-
-__device__ __forceinline__ float exp2_ftz(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t r;
@@ -30,6 +25,10 @@ __device__ __forceinline__ void stmatrix4(uint32_t address, uint32_t a, uint32_t
                : "memory");
 }
 
+// Beside a softcap every number is a logit that counts, -inf too: what lies outside is a NaN that arithmetic, which has
+// one NaN of its own, never gives.
+constexpr uint32_t kOutside = 0xffc05ee0u;
+
 // Maximum of each row over the tile's columns, to sums[tile, row].x.
 template <class C>
 __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C::kBN / 2], int row, int col, int live,
@@ -41,13 +40,17 @@ __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C:
   for (int i = 0; i < C::kBN / 2; ++i) {
     if (col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1) >= p.n) continue;
     float& m = (i & 2) ? m1 : m0;
-    m = fmaxf(m, acc[i] * scale);
+    float z = acc[i];
+    if constexpr (C::kBiased) z += p.bias[col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1)];
+    m = fmaxf(m, z * scale);
   }
 #pragma unroll
   for (int offset = 1; offset <= 2; offset *= 2) {
     m0 = fmaxf(m0, __shfl_xor_sync(0xffffffffu, m0, offset));
     m1 = fmaxf(m1, __shfl_xor_sync(0xffffffffu, m1, offset));
   }
+  if constexpr (C::kLogit == Logit::capped)
+    m0 = softcapped(m0 * p.inverse_softcap).tanh * p.softcap, m1 = softcapped(m1 * p.inverse_softcap).tanh * p.softcap;
   float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
   if ((lane & 3) == 0) {
     if (r0 < live) out[r0] = make_float2(m0, 0.f);
@@ -62,7 +65,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
     store_row_max<C>(p, acc, row, col, live, scale);
     return;
   }
-  if constexpr (C::kEpilogue == Epilogue::rows) {
+  if constexpr (C::kRows) {
     store_rows<C>(p, acc, staging, wg, row, col, live);
     return;
   }
@@ -76,7 +79,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
     k1 = r1 < live ? p.exponent[r1] : 0.f;
     const int t0 = r0 < live ? p.target[r0] - col : -1, t1 = r1 < live ? p.target[r1] - col : -1;
     // Columns past V and rows past the live ones give E = 0; a negative scale must not turn their -inf round.
-    const float nothing = scale < 0.f ? INFINITY : -INFINITY;
+    const float nothing = C::kLogit == Logit::capped ? __uint_as_float(kOutside) : scale < 0.f ? INFINITY : -INFINITY;
     if (col + C::kBN > p.n || row + 64 > live) {
 #pragma unroll
       for (int i = 0; i < C::kBN / 2; ++i)
@@ -87,7 +90,9 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
 #pragma unroll
       for (int i = 0; i < C::kBN / 2; ++i) {
         if ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1) == ((i & 2) ? t1 : t0)) {
-          p.target_logit[(i & 2) ? r1 : r0] = acc[i];
+          float logit = acc[i];
+          if constexpr (C::kBiased) logit += p.bias[col + ((i & 2) ? t1 : t0)];
+          p.target_logit[(i & 2) ? r1 : r0] = logit;
           acc[i] = nothing;
         }
       }
@@ -107,10 +112,11 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
     if (p.starts[r0] >= 0 || p.starts[r1] >= 0) sum.store_low(acc);
   }
 
-  // The target and what lies outside hold -inf in this sense; a thread meets its columns in ascending order.
+  // The target and what lies outside hold -inf in this sense, or NaN; a thread meets its columns in ascending order.
   [[maybe_unused]] const float sense = scale > 0.f ? 1.f : -1.f;
   [[maybe_unused]] float best0 = -INFINITY, best1 = -INFINITY;
   [[maybe_unused]] int at0 = 0, at1 = 0;
+  [[maybe_unused]] const float to_cap = C::kLogit == Logit::capped ? scale * p.inverse_softcap : 0.f;
 
   constexpr int kColumns = C::kF32 ? 32 : 64;
 #pragma unroll
@@ -121,6 +127,12 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
 #pragma unroll
       for (int q = 0; q < 16; ++q) {
         const float* v = acc + chunk * 32 + q * 2;
+        [[maybe_unused]] float biased[2];
+        if constexpr (C::kBiased) {
+          const float2 b = reinterpret_cast<const float2*>(p.bias + col)[(lane & 3) + chunk * 32 + (q & ~1) * 2];
+          biased[0] = v[0] + b.x, biased[1] = v[1] + b.y;
+          v = biased;
+        }
         if constexpr (C::kArgmax) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
@@ -129,7 +141,21 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
             if (v[e] * sense > best) best = v[e] * sense, at = chunk * 32 + q * 2 + e;
           }
         }
-        if constexpr (C::kRowExp) {
+        if constexpr (C::kRowExp && C::kLogit == Logit::capped) {
+          const float k = (q & 1) ? -k1 : -k0;
+          float all[2], stored[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const Softcapped s = softcapped(v[e] * to_cap);
+            const float power = exp2_ftz(fmaf(s.tanh, p.softcap, k));
+            const bool outside = __float_as_uint(acc[chunk * 32 + q * 2 + e]) == kOutside;
+            all[e] = outside ? 0.f : power, stored[e] = outside ? 0.f : power * s.slope;
+          }
+          packed[q] = pack_bf16(stored[0], stored[1]);
+          ((q & 1) ? exact1 : exact0) += all[0] + all[1];
+          ((q & 1) ? rounded1 : rounded0) +=
+              (stored[0] - __uint_as_float(packed[q] << 16)) + (stored[1] - __uint_as_float(packed[q] & 0xffff0000u));
+        } else if constexpr (C::kRowExp) {
           const float k = (q & 1) ? -k1 : -k0;
           const float x = exp2_ftz(fmaf(v[0], scale, k)), y = exp2_ftz(fmaf(v[1], scale, k));
           packed[q] = pack_bf16(x, y);

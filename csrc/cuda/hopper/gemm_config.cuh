@@ -19,9 +19,9 @@ namespace syncfree::sm90 {
 // row_stats: the same without the store
 // .._argmax: also the largest logit of another class a (row, tile), and its class
 // row_max:   the maximum of z a (row, tile); nothing is stored
-// rows:      dX, see store_rows.cuh
+// rows:      dX, see store_rows.cuh; rows_smoothed: with label smoothing
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
-// z is scale * log2(e) times the product, scale being the logit scale.
+// z is scale * log2(e) times the product (and bias), scale being the logit scale; with a softcap, capped.
 enum class Epilogue {
   bf16,
   f32,
@@ -33,8 +33,12 @@ enum class Epilogue {
   row_stats_argmax,
   row_max,
   rows,
-  split
+  split,
+  rows_smoothed
 };
+// The logit that row_.. epilogues are about: the product alone, with a bias added, or with a bias and a softcap. With a softcap what is stored of E is E times the derivative of the cap, and beside E's own sum goes
+// what rounding the stored took.
+enum class Logit { plain, biased, capped };
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };
 
@@ -42,20 +46,24 @@ enum class Bound { m, k };
 // of 2 * 64 * MI rows. kCluster: blocks stacked along M that share (multicast) the B tile. kAmn, kBmn: the operand is
 // contiguous along M or N instead of K.
 template <int BN_, int MI_, int STAGES_, int CLUSTER_, bool PING_, bool AMN_, bool BMN_, Epilogue EPILOGUE_,
-          Bound BOUND_, int PRODUCER_REGS_, int CONSUMER_REGS_>
+          Bound BOUND_, int PRODUCER_REGS_, int CONSUMER_REGS_, Logit LOGIT_ = Logit::plain>
 struct Config {
   static constexpr int kBN = BN_, kMI = MI_, kStages = STAGES_, kCluster = CLUSTER_, kBM = 64 * MI_ * (PING_ ? 1 : 2),
                        kBK = 64;
   static constexpr bool kPing = PING_, kAmn = AMN_, kBmn = BMN_;
   static constexpr Epilogue kEpilogue = EPILOGUE_;
   static constexpr Bound kBound = BOUND_;
+  static constexpr Logit kLogit = LOGIT_;
+  static constexpr bool kBiased = LOGIT_ != Logit::plain;
   static constexpr bool kF32 = EPILOGUE_ == Epilogue::f32 || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kAdd = EPILOGUE_ == Epilogue::bf16_add || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
   static constexpr bool kArgmax = EPILOGUE_ == Epilogue::row_exp_argmax || EPILOGUE_ == Epilogue::row_stats_argmax;
   static constexpr bool kRowExp = kArgmax || EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
+  static constexpr bool kSmoothed = EPILOGUE_ == Epilogue::rows_smoothed,
+                        kRows = kSmoothed || EPILOGUE_ == Epilogue::rows;
   static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_stats_argmax &&
-                                  EPILOGUE_ != Epilogue::row_max && EPILOGUE_ != Epilogue::rows;
+                                  EPILOGUE_ != Epilogue::row_max && !kRows;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
   static constexpr int kABytes = kBM * kBK * 2, kBBytes = kBN * kBK * 2, kStageBytes = kABytes + kBBytes;
   static constexpr int kBuffer = 64 * 128;        // one staging buffer: 64 rows of 128 bytes
@@ -74,8 +82,8 @@ struct Config {
 
 template <bool AMN, bool BMN, Epilogue E, Bound R>
 using Cooperative = Config<256, 1, 4, 2, false, AMN, BMN, E, R, 40, 232>;
-template <bool AMN, bool BMN, Epilogue E, Bound R>
-using PingPong = Config<192, 2, 5, 2, true, AMN, BMN, E, R, 24, 240>;
+template <bool AMN, bool BMN, Epilogue E, Bound R, Logit L = Logit::plain>
+using PingPong = Config<192, 2, 5, 2, true, AMN, BMN, E, R, 24, 240, L>;
 template <bool AMN, bool BMN, Epilogue E, Bound R>
 using PingPongTall = Config<128, 3, 5, 2, true, AMN, BMN, E, R, 24, 240>;
 
@@ -99,12 +107,15 @@ struct GemmArgs {
   float* target_logit;  // [m]: the product in the target's column, not scaled
   float2* best;         // argmax: [n tiles, m] of (logit in the sense of the scale's sign, class as bits)
   float scale_log2e;
-  const double* scale_ptr;  // nullable: logit scale on the device, in place of scale_log2e / log2(e)
-  uint8_t* low;             // split: [m / 64, n / BN, 64 * BN] bytes
-  uint8_t* high;            // split: D's memory
-  int64_t high_pitch;       // bytes
-  bool load;                // split: there is something to add to
-  const int* starts;        // split: [m], rows with an entry >= 0 keep their low bytes to the end
+  const double* scale_ptr;         // nullable: logit scale on the device, in place of scale_log2e / log2(e)
+  uint8_t* low;                    // split: [m / 64, n / BN, 64 * BN] bytes
+  uint8_t* high;                   // split: D's memory
+  int64_t high_pitch;              // bytes
+  bool load;                       // split: there is something to add to
+  const int* starts;               // split: [m], rows with an entry >= 0 keep their low bytes to the end
+  const float* bias;               // biased, capped: [n rounded up to BN]
+  const float *offset, *smooth;    // rows_smoothed: [all rows] by position, and [n]
+  float softcap, inverse_softcap;  // capped: the bound, in units of log2, and its reciprocal
 };
 
 }  // namespace syncfree::sm90

@@ -1,5 +1,5 @@
-// dX from the accumulators to the rows that the chunk was gathered from: alpha (v acc + g w_t), in float32 up to the one
-// rounding. Each warp turns its own 16 rows through its part of the staging buffers, so that a lane gets eight
+// dX from the accumulators to the rows that the chunk was gathered from: alpha (v acc + g w_t), with label smoothing
+// less alpha offset times the sum of W's rows, in float32 up to the one rounding. Each warp turns its own 16 rows through its part of the staging buffers, so that a lane gets eight
 // neighbouring columns of a row; no other warp waits.
 #pragma once
 
@@ -17,6 +17,7 @@ __device__ __forceinline__ void store_rows(const GemmArgs& p, const float (&acc)
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
   const int64_t first = ChunkRows(p.chunk).first;
   float v[2], g[2];
+  [[maybe_unused]] float offset[2];
   const __nv_bfloat16* w[2];
   int64_t home[2];
 #pragma unroll
@@ -26,6 +27,7 @@ __device__ __forceinline__ void store_rows(const GemmArgs& p, const float (&acc)
     const int t = is_live ? p.target[k] : -1;
     v[h] = is_live ? p.v[k] * alpha : 0.f;
     g[h] = t >= 0 ? p.g_target[first + k] * alpha : 0.f;
+    if constexpr (C::kSmoothed) offset[h] = is_live ? p.offset[first + k] * alpha : 0.f;
     w[h] = t >= 0 ? p.weight + t * p.weight_pitch : nullptr;
     home[h] = is_live ? int64_t(p.chunk.row_index[first + k]) * p.n : -1;
   }
@@ -60,6 +62,7 @@ __device__ __forceinline__ void store_rows(const GemmArgs& p, const float (&acc)
 #pragma unroll
         for (int e = 0; e < 8; ++e) y[e] = fmaf(g[h], to_float(target.v[e]), y[e]);
       }
+      if constexpr (C::kSmoothed) subtract8(offset[h], p.smooth, column / 8, y);
       const int64_t at = home[h] + column;
       if (p.out_dtype == DType::bf16)
         store8(static_cast<__nv_bfloat16*>(p.out) + at, y);

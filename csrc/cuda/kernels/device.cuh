@@ -41,6 +41,27 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
 
+// Columns 8 i to 8 i + 7 of x, rounded to bfloat16.
+template <class In>
+__device__ __forceinline__ void load_bf16x8(const In* x, int64_t i, Pack<__nv_bfloat16>& out) {
+#pragma unroll
+  for (int a = 0; a < 8 / Pack<In>::kSize; ++a) {
+    const Pack<In> in = reinterpret_cast<const Pack<In>*>(x + i * 8)[a];
+#pragma unroll
+    for (int e = 0; e < Pack<In>::kSize; ++e) out.v[a * Pack<In>::kSize + e] = __float2bfloat16_rn(to_float(in.v[e]));
+  }
+}
+
+// y -= factor * columns 8 i to 8 i + 7 of x, which is aligned to 16 bytes.
+__device__ __forceinline__ void subtract8(float factor, const float* x, int64_t i, float (&y)[8]) {
+#pragma unroll
+  for (int a = 0; a < 2; ++a) {
+    const Pack<float> in = reinterpret_cast<const Pack<float>*>(x + i * 8)[a];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[a * 4 + e] = fmaf(-factor, in.v[e], y[a * 4 + e]);
+  }
+}
+
 // Eight columns as 16 or 32 bytes.
 template <class Out>
 __device__ __forceinline__ void store8(Out* out, const float (&y)[8]) {

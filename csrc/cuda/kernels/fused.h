@@ -1,7 +1,8 @@
 // Launchers of the Hopper path: three GEMMs and the small kernels between them. No torch, no device code.
 //
-// Notation: E = 2^(z - k) is what is stored of the logits z (in units of log2 e, scaled), k an integer a row that puts
-// the target at 2^-40; the gradient of the logits is v * E for all classes but the target's, where it is g_t.
+// Notation: E = 2^(z - k) is what is stored of the logits z (in units of log2 e, scaled, with bias and softcap), k an
+// integer a row that puts the target at 2^-40; the gradient of the logits is v * E for all classes but the target's,
+// where it is g_t. With a softcap, E times the derivative of the cap is stored.
 // docs/kernels.md has the derivation.
 #pragma once
 
@@ -30,15 +31,23 @@ struct FusedChunk {
 struct FusedRows {
   float* exponent;      // [size]
   int32_t* target;      // [size], -1: none (not live, or no class)
-  float* target_logit;  // [size]: z of the target before logit_scale and log2 e
-  void* sums;           // float2 [tiles, size]: of E before and after rounding
+  float* target_logit;  // [size]: z of the target before logit_scale, log2 e and softcap
+  void* sums;           // float2 [tiles, size]: of E before and after rounding; softcap: E, and what rounding took
   void* best;           // float2 [tiles, size]: largest logit of another class, and the class; nullable
+  double* smooth;       // [size]: label smoothing's sum of all classes' logits before logit_scale; else null
   float* v;             // [size]
   int32_t* bad;         // [size]: the row left the range that E can hold
   int32_t* only;        // [ceil(size / kRowGroup)]: groups with such a row
   int32_t* any;         // [1]: there is such a group
   int32_t* ticket;      // [1]: the next tile of dW
   float* g_target;      // [all rows], by position in row_index
+  float* offset;        // likewise: what label smoothing takes off each class, times its weight; else null
+};
+
+// Sums over all classes, times their weights: of the rows of W and of the bias. Null without label smoothing.
+struct FusedSmooth {
+  const float* w;      // [hidden]
+  const double* bias;  // [1], nullable: 0
 };
 
 struct FusedGatherParams {
@@ -48,6 +57,8 @@ struct FusedGatherParams {
   int64_t input_pitch, hidden;
   const void* weight;  // bfloat16 [classes, hidden]
   int64_t weight_pitch, num_classes;
+  const float* bias;  // [classes], nullable
+  FusedSmooth smooth;
   const int64_t* targets;
   int64_t shift;
   LossOptions options;
@@ -62,6 +73,7 @@ struct FusedLogitsParams {
   const void* gathered;
   const void* weight;
   int64_t weight_pitch, num_classes, hidden;
+  const float* bias;  // FusedBiasParams::out, where there is a bias or a softcap
   LossOptions options;
   void* e;  // bfloat16 [size, e_pitch], null: only the sums
   int64_t e_pitch;
@@ -84,8 +96,9 @@ struct FusedDxParams {
   int64_t e_pitch;
   const void* weight;
   int64_t weight_pitch, num_classes, hidden;
-  int parts;       // fused_dx_parts
-  float* product;  // [size, hidden] with two parts, else unused
+  int parts;            // fused_dx_parts
+  float* product;       // [size, hidden] with two parts, else unused
+  const float* smooth;  // FusedSmooth::w
   FusedRows rows;
   void* out;  // dx, contiguous: the live rows
   DType out_dtype;
@@ -102,8 +115,8 @@ struct FusedDwParams {
   bool accumulate;
   int32_t* ticket;  // FusedRows::ticket
   bool beside_dx;   // launch_fused_dx is the launch before: multiprocessors that it leaves idle are taken
-  // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with rows keep their low bytes for
-  // FusedTargetsParams. Null: sum holds all.
+  // 24-bit sums in sum (bfloat16) and low (split_low_bytes); starts: classes with an entry >= 0 keep their low bytes
+  // for FusedTargetsParams. Null: sum holds all.
   uint8_t* low;
   const int32_t* starts;
 };
@@ -121,8 +134,8 @@ struct FusedSortParams {
   size_t scratch_bytes;
 };
 
-// out[class] = cast(sum[class] + alpha * sum over its rows of g_target * x). sum and out may be the same memory;
-// classes without rows are then left alone.
+// out[class] = cast(sum[class] + alpha * (sum over its rows of g_target * x - class_weight[class] * smooth)). sum and
+// out may be the same memory; without smooth, classes without rows are then left alone.
 struct FusedTargetsParams {
   const double* counts;
   const float* upstream;  // as in FusedChunk
@@ -132,11 +145,51 @@ struct FusedTargetsParams {
   DType input_dtype;
   int64_t input_pitch;
   const float* g_target;
+  const float* smooth;        // [hidden], nullable: sum over the rows of offset * x
+  const float* class_weight;  // nullable: 1
   const void* sum;
   DType sum_dtype;
   const uint8_t* low;  // nullable: sum has these bytes besides
   void* out;
   DType out_dtype;
+};
+
+// A copy of the bias that whole tiles can read; zeros without one.
+struct FusedBiasParams {
+  const float* bias;  // [num_classes], nullable
+  int64_t num_classes, padded;
+  float* out;  // [padded]
+};
+
+// sum = sum over rows r of factor[r] * matrix[index[r]], rounded to bfloat16 first; beside_sum = that of factor * beside.
+struct FusedRowSumParams {
+  const void* matrix;
+  DType dtype;
+  int64_t pitch, hidden;
+  int64_t count;         // rows,
+  const double* counts;  // or the live ones, if not null
+  const int32_t* index;  // nullable: the rows in order
+  const float* factor;   // nullable: 1
+  const float* beside;   // nullable: 1
+  float* slices;         // fused_row_sum_scratch
+  float* sum;            // [hidden]
+  double* beside_sum;    // [1]
+};
+
+// out = alpha * (sum of v E over all rows + sum over each class's rows of g_target - class_weight * offset_sum). The
+// first is added up a chunk at a time, in slices.
+struct FusedBiasGradientParams {
+  FusedChunk chunk;
+  const void* e;
+  int64_t e_pitch, num_classes;
+  const float* v;
+  bool accumulate;
+  float* slices;  // fused_bias_gradient_scratch
+  const int32_t *positions, *starts, *ends;
+  const float* g_target;
+  const double* offset_sum;   // [1], nullable
+  const float* class_weight;  // nullable: 1
+  float* out;                 // [num_classes]
 };
 
 // Whether dW of this shape can be kept in 24 bits, and the bytes that takes beside it.
@@ -147,6 +200,9 @@ constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
   return num_classes * hidden;
 }
 
+// In floats.
+int64_t fused_row_sum_scratch(int64_t hidden);
+int64_t fused_bias_gradient_scratch(int64_t e_pitch);
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0
 // In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it. beside_dw: dW follows and takes
@@ -167,5 +223,9 @@ cudaError_t launch_fused_dx_store(const FusedDxParams& p, cudaStream_t stream);
 cudaError_t launch_fused_dw(const FusedDwParams& p, cudaStream_t stream);
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream);
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream);
+cudaError_t launch_fused_bias(const FusedBiasParams& p, cudaStream_t stream);
+cudaError_t launch_fused_row_sum(const FusedRowSumParams& p, cudaStream_t stream);
+cudaError_t launch_fused_bias_slices(const FusedBiasGradientParams& p, cudaStream_t stream);  // of a chunk
+cudaError_t launch_fused_bias_finish(const FusedBiasGradientParams& p, cudaStream_t stream);  // after the last one
 
 }  // namespace syncfree

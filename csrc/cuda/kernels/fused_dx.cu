@@ -1,4 +1,4 @@
-// dX = alpha (v E W + g_t w_t): a GEMM whose epilogue applies the row factors and adds the target's row of W as the rows
+// dX = alpha (v E W + g_t w_t - offset sum_j c_j w_j): a GEMM whose epilogue applies the row factors and adds the target's row of W as the rows
 // go home. Where two parts of the reduction fill the last wave better, both are added up in fp32 rows, which a second
 // kernel brings home.
 #include "../hopper/gemm.cuh"
@@ -12,6 +12,7 @@ using namespace sm90;
 
 using Product = Cooperative<false, true, Epilogue::rows, Bound::m>;
 static_assert(Product::kBM * Product::kCluster == kRowGroup);
+using SmoothedProduct = Cooperative<false, true, Epilogue::rows_smoothed, Bound::m>;
 using SplitProduct = Cooperative<false, true, Epilogue::f32_add, Bound::m>;
 constexpr int kThreads = 256;
 constexpr int64_t kClusters = 66;          // of two blocks, on 132 multiprocessors: only steers the choice of parts
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) 
   if (k >= chunk.live) return;
   Out* out = static_cast<Out*>(p.out) + chunk.row(p.chunk, k) * p.hidden;
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream), v = p.rows.v[k] * alpha,
-              g = p.rows.g_target[chunk.first + k] * alpha;
+              g = p.rows.g_target[chunk.first + k] * alpha,
+              offset = p.smooth ? p.rows.offset[chunk.first + k] * alpha : 0.f;
   const int t = p.rows.target[k];
   const float* product = p.product + k * p.hidden;
   const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.weight) + int64_t(t < 0 ? 0 : t) * p.weight_pitch;
@@ -51,6 +53,7 @@ __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) 
 #pragma unroll
       for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(c.v[e]), y[e]);
     }
+    if (p.smooth) subtract8(offset, p.smooth, i, y);
     store8(out + i * 8, y);
   }
 }
@@ -89,7 +92,9 @@ cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
   args.target = p.rows.target, args.v = p.rows.v, args.g_target = p.rows.g_target;
   args.weight = static_cast<const __nv_bfloat16*>(p.weight), args.weight_pitch = p.weight_pitch;
   args.out = p.out, args.out_dtype = p.out_dtype;
-  return launch_gemm<Product>(e, w, Matrix{}, args, stream);
+  args.offset = p.rows.offset, args.smooth = p.smooth;
+  return p.smooth ? launch_gemm<SmoothedProduct>(e, w, Matrix{}, args, stream)
+                  : launch_gemm<Product>(e, w, Matrix{}, args, stream);
 }
 
 cudaError_t launch_fused_dx_store(const FusedDxParams& p, cudaStream_t stream) {

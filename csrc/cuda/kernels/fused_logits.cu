@@ -8,18 +8,18 @@ namespace {
 
 using namespace sm90;
 
-template <Epilogue E>
-using Logits = PingPong<false, false, E, Bound::m>;
-static_assert(Logits<Epilogue::row_exp>::kBN == kLogitsTileColumns);
-static_assert(Logits<Epilogue::row_exp>::kBM * Logits<Epilogue::row_exp>::kCluster == kRowGroup);
+template <Epilogue E, Logit L>
+using Logits = PingPong<false, false, E, Bound::m, L>;
+using Plain = Logits<Epilogue::row_exp, Logit::plain>;
+static_assert(Plain::kBN == kLogitsTileColumns && Plain::kBM * Plain::kCluster == kRowGroup);
 
 constexpr int kThreads = 256;
 // log2 of E of a row's maximum after a repair: the sum over any vocabulary stays far below 2^127, and v = 1 / sum far
 // above 2^-126.
 constexpr float kRepairedMaximum = 0.f;
 
-template <Epilogue E>
-cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
+template <Epilogue E, Logit L>
+cudaError_t launch_as(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
   GemmArgs args{};
   args.chunk = p.chunk;
   if (repair) args.any = p.rows.any, args.only = p.rows.only;
@@ -30,9 +30,16 @@ cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream)
   args.best = static_cast<float2*>(p.rows.best);
   args.scale_log2e = float(p.options.logit_scale) * kLog2e;
   args.scale_ptr = p.options.logit_scale_ptr;
+  args.bias = p.bias, args.softcap = softcap_log2(p.options), args.inverse_softcap = 1.f / args.softcap;
   const Matrix x{p.gathered, p.chunk.size, p.hidden, p.hidden}, w{p.weight, p.num_classes, p.hidden, p.weight_pitch},
       e{p.e, p.chunk.size, p.num_classes, p.e_pitch};
-  return launch_gemm<Logits<E>>(x, w, e, args, stream);
+  return launch_gemm<Logits<E, L>>(x, w, e, args, stream);
+}
+
+template <Epilogue E>
+cudaError_t launch(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {
+  if (p.options.softcap > 0) return launch_as<E, Logit::capped>(p, repair, stream);
+  return p.bias ? launch_as<E, Logit::biased>(p, repair, stream) : launch_as<E, Logit::plain>(p, repair, stream);
 }
 
 cudaError_t launch_either(const FusedLogitsParams& p, bool repair, cudaStream_t stream) {

@@ -1,5 +1,6 @@
 // The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
 // factor v into x, and the targets' share of dW through a stable sort by class.
+#include <cfloat>
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
@@ -7,6 +8,7 @@
 #include "../hopper/dependent_launch.cuh"
 #include "device.cuh"
 #include "fused_chunk.cuh"
+#include "softcap.cuh"
 
 namespace syncfree {
 namespace {
@@ -20,18 +22,9 @@ constexpr float kTargetExponent = 40.f;
 constexpr float kLargestSum = 1.152921504606847e18f;  // 2^60
 
 template <class In>
-__device__ __forceinline__ void load_bf16x8(const In* x, int64_t i, Pack<__nv_bfloat16>& out) {
-#pragma unroll
-  for (int a = 0; a < 8 / Pack<In>::kSize; ++a) {
-    const Pack<In> in = reinterpret_cast<const Pack<In>*>(x + i * 8)[a];
-#pragma unroll
-    for (int e = 0; e < Pack<In>::kSize; ++e) out.v[a * Pack<In>::kSize + e] = __float2bfloat16_rn(to_float(in.v[e]));
-  }
-}
-
-template <class In>
 __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
   __shared__ float shared[kThreads / kWarp];
+  __shared__ double smooth_shared[kThreads / kWarp];
   sm90::begin_after_previous_launch();
   const int64_t k = blockIdx.x;
   Pack<__nv_bfloat16>* out =
@@ -57,6 +50,7 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(
       static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
   float dot = 0.f;
+  double smooth = 0;
   for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
     Pack<__nv_bfloat16> a;
     load_bf16x8(x, i, a);
@@ -64,13 +58,25 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
     const Pack<__nv_bfloat16> b = w[i];
 #pragma unroll
     for (int e = 0; e < 8; ++e) dot = fmaf(to_float(a.v[e]), to_float(b.v[e]), dot);
+    if (!p.smooth.w) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 u = reinterpret_cast<const float4*>(p.smooth.w)[i * 2 + h];
+      smooth += double(to_float(a.v[h * 4]) * u.x + to_float(a.v[h * 4 + 1]) * u.y + to_float(a.v[h * 4 + 2]) * u.z +
+                       to_float(a.v[h * 4 + 3]) * u.w);
+    }
   }
   dot = block_reduce<kThreads>(dot, Sum(), shared);
+  if (p.smooth.w) smooth = block_reduce<kThreads>(smooth, Sum(), smooth_shared);
   if (threadIdx.x == 0) {
-    const float scale = float(option_logit_scale(p.options)) * kLog2e;
-    p.rows.exponent[k] = known ? rintf(dot * scale) + kTargetExponent : NAN;
+    const float scale = float(option_logit_scale(p.options)) * kLog2e, cap = softcap_log2(p.options);
+    float z = dot + (p.bias && known ? p.bias[t] : 0.f);
+    z = cap > 0.f ? softcapped(z * scale / cap).tanh * cap : z * scale;
+    // An exponent of -inf would make NaN of the classes that are -inf as well.
+    p.rows.exponent[k] = !known ? NAN : z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;
     p.rows.target[k] = known ? int32_t(t) : -1;
     p.rows.target_logit[k] = NAN;
+    if (p.smooth.w) p.rows.smooth[k] = smooth + (p.smooth.bias ? *p.smooth.bias : 0.0);
     p.rows.bad[k] = 0;
   }
 }
@@ -116,7 +122,8 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
   float v = 0.f, g = 0.f, correct = 0.f;
   int predicted = -1;
   if (k < live) {
-    const float exponent = p.rows.exponent[k], z = p.rows.target_logit[k], scale = constants.logit_scale * kLog2e;
+    const float exponent = p.rows.exponent[k], z = p.rows.target_logit[k], scale = constants.logit_scale * kLog2e,
+                cap = softcap_log2(p.row.options);
     if (!p.repair && exact > double(kLargestSum)) {
       p.rows.bad[k] = 1;
       p.rows.only[k / kRowGroup] = 1;
@@ -124,18 +131,25 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
     }
     // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the
     // row's exponent.
-    const float above = fmaf(-z, scale, exponent);
-    const double relative = exact * exp2(double(above));
+    const float capped = cap > 0.f ? softcapped(z * scale / cap).tanh : 0.f;
+    const float above = cap > 0.f ? fmaf(-capped, cap, exponent) : fmaf(-z, scale, exponent),
+                logit = cap > 0.f ? capped * constants.softcap : z * constants.logit_scale;
+    // Without other classes nothing is far below or above: where logits are huge, 2^above may be infinite.
+    const double relative = exact == 0 ? 0 : exact * exp2(double(above));
     const bool by_target = !(relative > 1e30);
-    const RowStats<float> stats{by_target ? z * constants.logit_scale : exponent / kLog2e,
-                                float(by_target ? relative : exact), z * constants.logit_scale, 0.f};
+    const double smooth =
+        p.rows.smooth ? p.rows.smooth[k] * constants.logit_scale - p.chunk.counts[kCountClasses] * smooth_base(logit)
+                      : 0.0;
+    const RowStats<float> stats{by_target ? logit : exponent / kLog2e, float(by_target ? relative : exact), logit,
+                                float(smooth)};
     const float multiplier = p.row.token_weight ? static_cast<const float*>(p.row.token_weight)[i + p.row.shift] : 1.f;
     const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
     const int target = p.rows.target[k];
     const float* weights = static_cast<const float*>(p.row.weight);
     const float target_weight = !weights ? 1.f : target >= 0 ? weights[target] : NAN;
     r = row_result(stats, constants, target_weight, multiplier, upstream);
-    v = by_target ? r.slope * exp2f(above) : r.slope;
+    v = by_target && exact != 0 ? r.slope * exp2f(above) : r.slope;
+    if (cap > 0.f) r.target *= softcap_slope(z * constants.logit_scale, constants.softcap);
     if (p.rows.best) {
       // A scale of 0 makes all logits equal, and the first class wins.
       if (scale == 0.f) best = make_float2(0.f, __int_as_float(target == 0 && p.row.num_classes > 1 ? 1 : 0));
@@ -145,10 +159,13 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
       correct = predicted == target ? 1.f : 0.f;
     }
     // The target takes what rounding E left over, so that the row of gradients sums to what it should.
-    g = r.target + v * float(exact - rounded);
+    g = r.target + v * float(cap > 0.f ? rounded : exact - rounded);
+    // Smoothing's share is taken off all classes at once, the target included, which r.target has without it.
+    if (p.rows.smooth) g = fmaf(r.offset, target_weight, g);
   }
   p.rows.v[k] = v;
   if (k < live) p.rows.g_target[chunk.first + k] = g;
+  if (k < live && p.rows.offset) p.rows.offset[chunk.first + k] = r.offset;
   if (p.row.ce) static_cast<float*>(p.row.ce)[i] = r.ce;
   if (p.row.z) static_cast<float*>(p.row.z)[i] = r.z;
   if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = r.logsumexp;
@@ -317,6 +334,7 @@ __device__ __forceinline__ void add_rows_of(const FusedTargetsParams& p, int64_t
       for (int e = 0; e < 8; ++e) y[e] = fmaf(g, to_float(x.v[e]), y[e]);
     }
   }
+  if (p.smooth) subtract8((p.class_weight ? p.class_weight[c] : 1.f) * alpha, p.smooth, i, y);
   store8(out + i * 8, y);
 }
 
@@ -337,7 +355,7 @@ template <class In, class SumT, class Out>
 cudaError_t launch_targets(const FusedTargetsParams& p, cudaStream_t stream) {
   const unsigned columns = unsigned((p.hidden / 8 + kThreads - 1) / kThreads);
   if constexpr (std::is_same_v<SumT, Out>) {
-    if (p.sum == p.out) {
+    if (p.sum == p.out && !p.smooth) {
       fused_targets_kernel<In, SumT, Out, true><<<dim3(unsigned(p.rows), columns), kThreads, 0, stream>>>(p);
       return cudaGetLastError();
     }

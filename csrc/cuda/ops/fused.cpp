@@ -28,40 +28,69 @@ bool is_aligned16(const void* p) {
 // of the result at most.
 constexpr int64_t kMaxSplitChunks = 4096;
 
+// Of softcaps, whose logarithms the kernels take to float32: none that any model has lies outside.
+constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 1e6;
+
 template <class T>
 T* data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
+
+// What a call takes besides its rows.
+struct Options {
+  bool bias, softcap, smoothing;
+  explicit Options(const FlceProblem& problem, const LossInputs& in)
+      : bias(problem.bias.has_value()), softcap(in.options.softcap > 0), smoothing(in.options.label_smoothing > 0) {}
+};
 
 // What lives between the kernels of a call, but for E and the low bytes of dW. Null where it is not needed.
 struct Scratch {
   void* gathered;  // bfloat16 [chunk rows, hidden]
   float* product;  // [chunk rows, hidden]
   int32_t* lists;  // of FusedSortParams: 4 [rows], 2 [classes]
-  void* sort;      // fused_sort_scratch_bytes
+  int32_t* zeros;  // [classes]: instead of FusedSortParams::starts, where each class keeps its low bytes
+  float* bias;     // FusedBiasParams::out
+  float* bias_sums;
+  float* row_sums;
+  float *smooth_w, *smooth_x;           // [hidden]: label smoothing's sums of the rows of W and of x
+  double *smooth_bias, *smooth_offset;  // [1]: of the bias, and of the rows' offsets
+  void* sort;                           // fused_sort_scratch_bytes
   FusedRows rows;
+  int64_t padded;
   int dx_parts;
 
   Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, int64_t chunk_rows, FlceNeeds need,
           bool argmax, int64_t sort_bytes) {
+    const Options has(problem, in);
     const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
                   tiles = ceil_div(classes, kLogitsTileColumns), groups = ceil_div(chunk_rows, kRowGroup);
     dx_parts = need.dx ? fused_dx_parts(chunk_rows, classes, hidden, need.dw) : 1;
     gathered = carver.take<uint16_t>(chunk_rows * hidden);
     product = carver.take<float>(dx_parts > 1 ? chunk_rows * hidden : 0);
-    lists = carver.take<int32_t>(need.dw ? 4 * rows + 2 * classes : 0);
+    lists = carver.take<int32_t>(need.dw || need.db ? 4 * rows + 2 * classes : 0);
     sort = carver.take<char>(sort_bytes);
+    zeros = carver.take<int32_t>(has.smoothing && need.dw ? classes : 0);
+    padded = has.bias || has.softcap ? tiles * kLogitsTileColumns : 0;
+    bias = carver.take<float>(padded);
+    bias_sums = carver.take<float>(need.db ? fused_bias_gradient_scratch(round_up(classes, 64)) : 0);
+    row_sums = carver.take<float>(has.smoothing ? fused_row_sum_scratch(hidden) : 0);
+    smooth_w = carver.take<float>(has.smoothing ? hidden : 0);
+    smooth_x = carver.take<float>(has.smoothing ? hidden : 0);
+    smooth_bias = carver.take<double>(has.smoothing ? 1 : 0);
+    smooth_offset = carver.take<double>(has.smoothing ? 1 : 0);
     this->rows.exponent = carver.take<float>(chunk_rows);
     this->rows.target = carver.take<int32_t>(chunk_rows);
     this->rows.target_logit = carver.take<float>(chunk_rows);
     this->rows.sums = carver.take<float>(2 * tiles * chunk_rows);
     this->rows.best = carver.take<float>(argmax ? 2 * tiles * chunk_rows : 0);
+    this->rows.smooth = carver.take<double>(has.smoothing ? chunk_rows : 0);
     this->rows.v = carver.take<float>(chunk_rows);
     this->rows.bad = carver.take<int32_t>(chunk_rows);
     this->rows.only = carver.take<int32_t>(groups);
     this->rows.any = carver.take<int32_t>(1);
     this->rows.ticket = carver.take<int32_t>(1);
     this->rows.g_target = carver.take<float>(rows);
+    this->rows.offset = carver.take<float>(has.smoothing ? rows : 0);
   }
 };
 
@@ -88,6 +117,14 @@ ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_b
   return best;
 }
 
+// Label smoothing takes the same off all classes, beside the products. That is as exact as rounding the difference is, as
+// long as not much of what is rounded goes away again: with a share of more than a half it may.
+bool fuses_options(const LossOptions& o) {
+  const bool smoothing = o.label_smoothing > 0, softcap = o.softcap > 0;
+  return o.label_smoothing <= 0.5 && !(smoothing && softcap) &&
+         (!softcap || (o.softcap >= kLeastSoftcap && o.softcap <= kMostSoftcap));
+}
+
 }  // namespace
 
 bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const {
@@ -96,8 +133,7 @@ bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const 
   return problem.compute == ScalarType::BFloat16 && wide(problem.input.scalar_type()) && wide(problem.weight_leaf) &&
          in.rows > 0 && hidden % 8 == 0 && pitch_of(problem.weight) % 8 == 0 &&
          pitch_of(problem.input) * element % 16 == 0 && is_aligned16(problem.weight.const_data_ptr()) &&
-         is_aligned16(problem.input.const_data_ptr()) && !problem.bias && in.options.softcap == 0 &&
-         in.options.label_smoothing == 0 && fused_supported_device();
+         is_aligned16(problem.input.const_data_ptr()) && fuses_options(in.options) && fused_supported_device();
 }
 
 FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
@@ -109,13 +145,14 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   FlceGradients out{
       need.dx ? new_empty(x, {rows, hidden}, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
       need.dw ? new_empty(x, {classes, hidden}, problem.weight_leaf) : new_empty(x, {0}, problem.weight_leaf),
-      new_empty(x, {0}, in.acc),
+      new_empty(x, {need.db ? classes : 0}, in.acc),
       new_empty(x, {0}, ScalarType::Float),
       new_empty(x, {0}, ScalarType::Float),
   };
-  const bool store_e = need.dx || need.dw, argmax = outputs && outputs->wants_argmax();
+  const Options has(problem, in);
+  const bool store_e = need.any(), need_targets = need.dw || need.db, argmax = outputs && outputs->wants_argmax();
   const Tensor e = new_empty(x, {store_e ? chunks.rows : 0, e_pitch}, ScalarType::BFloat16);
-  const int64_t sort_bytes = need.dw ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
+  const int64_t sort_bytes = need_targets ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
   Carver measure;
   Scratch(measure, problem, in, chunks.rows, need, argmax, sort_bytes);
   const Tensor memory = new_bytes(x, measure.bytes());
@@ -132,29 +169,54 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const int32_t* row_index = static_cast<const int32_t*>(counts.rows.const_data_ptr());
   const float* upstream_ptr = static_cast<const float*>(upstream.scalar);
   void* dx_ptr = need.dx ? out.dx.mutable_data_ptr() : nullptr;
+  const float *bias = static_cast<const float*>(data_or_null(problem.bias)),
+              *class_weight = static_cast<const float*>(data_or_null(in.weight));
   const DType x_dtype = dtype_of(x.scalar_type());
 
   // Which rows each class is the target of; known before the first product.
   FusedSortParams sort{};
-  if (need.dw) {
+  if (need_targets) {
     int32_t* at = scratch.lists;
     sort = {counts_ptr,   row_index,         rows,          classes,       in.targets(),  in.shift,
             at,           at + rows,         at + 2 * rows, at + 3 * rows, at + 4 * rows, at + 4 * rows + classes,
             scratch.sort, size_t(sort_bytes)};
     done(launch_fused_sort(sort, stream_), "fused sort");
   }
+  if (scratch.bias) done(launch_fused_bias({bias, classes, scratch.padded, scratch.bias}, stream_), "fused bias");
+  if (has.smoothing)
+    done(launch_fused_row_sum({w.const_data_ptr(), DType::bf16, pitch_of(w), hidden, classes, nullptr, nullptr,
+                               class_weight, bias, scratch.row_sums, scratch.smooth_w, scratch.smooth_bias},
+                              stream_),
+         "fused row sum");
+  if (scratch.zeros)
+    done(cudaMemsetAsync(scratch.zeros, 0, size_t(classes) * sizeof(int32_t), stream_), "fused targets");
+  FusedBiasGradientParams db{};
 
   for (int64_t i = 0; i < chunks.count; ++i) {
     const FusedChunk chunk{counts_ptr, row_index, rows, i, chunks.rows, upstream_ptr};
-    done(launch_fused_gather(
-             {chunk, x.const_data_ptr(), x_dtype, pitch_of(x), hidden, w.const_data_ptr(), pitch_of(w), classes,
-              in.targets(), in.shift, in.options, scratch.gathered, dx_ptr, x_dtype, scratch.rows},
-             stream_),
+    done(launch_fused_gather({chunk,
+                              x.const_data_ptr(),
+                              x_dtype,
+                              pitch_of(x),
+                              hidden,
+                              w.const_data_ptr(),
+                              pitch_of(w),
+                              classes,
+                              bias,
+                              {scratch.smooth_w, bias ? scratch.smooth_bias : nullptr},
+                              in.targets(),
+                              in.shift,
+                              in.options,
+                              scratch.gathered,
+                              dx_ptr,
+                              x_dtype,
+                              scratch.rows},
+                             stream_),
          "fused gather");
-    const FusedLogitsParams logits{
-        chunk,   scratch.gathered, w.const_data_ptr(), pitch_of(w),
-        classes, hidden,           in.options,         store_e ? e.mutable_data_ptr() : nullptr,
-        e_pitch, scratch.rows};
+    const FusedLogitsParams logits{chunk,        scratch.gathered, w.const_data_ptr(),
+                                   pitch_of(w),  classes,          hidden,
+                                   scratch.bias, in.options,       store_e ? e.mutable_data_ptr() : nullptr,
+                                   e_pitch,      scratch.rows};
     const int64_t tiles = ceil_div(classes, kLogitsTileColumns);
     done(launch_fused_logits(logits, stream_), "fused logits");
     FusedFinishParams finish{
@@ -165,23 +227,48 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     done(launch_fused_repair(logits, tiles, stream_), "fused repair");
     finish.repair = true;
     done(launch_fused_finish(finish, stream_), "fused finish");
-    const FusedDxParams dx{chunk,  e.const_data_ptr(), e_pitch,         w.const_data_ptr(), pitch_of(w), classes,
-                           hidden, scratch.dx_parts,   scratch.product, scratch.rows,       dx_ptr,      x_dtype};
+    const FusedDxParams dx{chunk,  e.const_data_ptr(), e_pitch,         w.const_data_ptr(), pitch_of(w),  classes,
+                           hidden, scratch.dx_parts,   scratch.product, scratch.smooth_w,   scratch.rows, dx_ptr,
+                           x_dtype};
     if (need.dx) done(launch_fused_dx(dx, stream_), "fused dx");
     if (need.dw)
-      done(launch_fused_dw(
-               {chunk, e.const_data_ptr(), e_pitch, scratch.gathered, classes, hidden, dw_sum.mutable_data_ptr(),
-                dtype_of(dw_sum.scalar_type()), i > 0, scratch.rows.ticket, need.dx, low_ptr, sort.starts},
-               stream_),
+      done(launch_fused_dw({chunk, e.const_data_ptr(), e_pitch, scratch.gathered, classes, hidden,
+                            dw_sum.mutable_data_ptr(), dtype_of(dw_sum.scalar_type()), i > 0, scratch.rows.ticket,
+                            need.dx, low_ptr, scratch.zeros ? scratch.zeros : sort.starts},
+                           stream_),
            "fused dw");
     if (need.dx) done(launch_fused_dx_store(dx, stream_), "fused dx");
+    if (need.db) {
+      db = {chunk,
+            e.const_data_ptr(),
+            e_pitch,
+            classes,
+            scratch.rows.v,
+            i > 0,
+            scratch.bias_sums,
+            sort.positions,
+            sort.starts,
+            sort.ends,
+            scratch.rows.g_target,
+            scratch.smooth_offset,
+            class_weight,
+            data<float>(out.db)};
+      done(launch_fused_bias_slices(db, stream_), "fused bias gradient");
+    }
   }
 
+  if (has.smoothing && need_targets)
+    done(launch_fused_row_sum({x.const_data_ptr(), x_dtype, pitch_of(x), hidden, 0, counts_ptr, row_index,
+                               scratch.rows.offset, nullptr, scratch.row_sums, scratch.smooth_x, scratch.smooth_offset},
+                              stream_),
+         "fused row sum");
+  if (need.db) done(launch_fused_bias_finish(db, stream_), "fused bias gradient");
   if (need.dw) {
     done(launch_fused_targets(
              {counts_ptr, upstream_ptr, row_index, sort.keys, sort.positions, sort.starts, sort.ends, rows, classes,
-              hidden, x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, dw_sum.const_data_ptr(),
-              dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(), dtype_of(problem.weight_leaf)},
+              hidden, x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, scratch.smooth_x, class_weight,
+              dw_sum.const_data_ptr(), dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(),
+              dtype_of(problem.weight_leaf)},
              stream_),
          "fused targets");
   }
