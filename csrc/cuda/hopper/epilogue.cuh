@@ -157,7 +157,10 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
               (stored[0] - __uint_as_float(packed[q] << 16)) + (stored[1] - __uint_as_float(packed[q] & 0xffff0000u));
         } else if constexpr (C::kRowExp) {
           const float k = (q & 1) ? -k1 : -k0;
-          const float x = exp2_ftz(fmaf(v[0], scale, k)), y = exp2_ftz(fmaf(v[1], scale, k));
+          float x = fmaf(v[0], scale, k), y = fmaf(v[1], scale, k);
+          // A bias may be huge: then the row's exponent is as exact as the logit that it comes from, rounded likewise.
+          if constexpr (C::kBiased) x = __fmul_rn(v[0], scale) + k, y = __fmul_rn(v[1], scale) + k;
+          x = exp2_ftz(x), y = exp2_ftz(y);
           packed[q] = pack_bf16(x, y);
           ((q & 1) ? exact1 : exact0) += x + y;
           ((q & 1) ? rounded1 : rounded0) +=

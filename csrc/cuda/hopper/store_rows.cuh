@@ -1,6 +1,6 @@
 // dX from the accumulators to the rows that the chunk was gathered from: alpha (v acc + g w_t), with label smoothing
-// less alpha offset times the sum of W's rows, in float32 up to the one rounding. Each warp turns its own 16 rows through its part of the staging buffers, so that a lane gets eight
-// neighbouring columns of a row; no other warp waits.
+// less alpha offset times the sum of W's rows, in float32 up to the one rounding. Each warp turns its own 16 rows through
+// its part of the staging buffers, so that a lane gets eight neighbouring columns of a row; no other warp waits.
 #pragma once
 
 #include "../kernels/device.cuh"

@@ -132,7 +132,9 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
     // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the
     // row's exponent.
     const float capped = cap > 0.f ? softcapped(z * scale / cap).tanh : 0.f;
-    const float above = cap > 0.f ? fmaf(-capped, cap, exponent) : fmaf(-z, scale, exponent),
+    const float above = cap > 0.f    ? fmaf(-capped, cap, exponent)
+                        : p.row.bias ? exponent - __fmul_rn(z, scale)  // as E has it
+                                     : fmaf(-z, scale, exponent),
                 logit = cap > 0.f ? capped * constants.softcap : z * constants.logit_scale;
     // Without other classes nothing is far below or above: where logits are huge, 2^above may be infinite.
     const double relative = exact == 0 ? 0 : exact * exp2(double(above));

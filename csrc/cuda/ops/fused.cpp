@@ -117,8 +117,8 @@ ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_b
   return best;
 }
 
-// Label smoothing takes the same off all classes, beside the products. That is as exact as rounding the difference is, as
-// long as not much of what is rounded goes away again: with a share of more than a half it may.
+// Label smoothing is taken off beside the products, which have been rounded by then: fine as long as not most of a
+// gradient goes away again. The epilogues of softcap and of smoothing do not combine.
 bool fuses_options(const LossOptions& o) {
   const bool smoothing = o.label_smoothing > 0, softcap = o.softcap > 0;
   return o.label_smoothing <= 0.5 && !(smoothing && softcap) &&
@@ -222,6 +222,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     FusedFinishParams finish{
         chunk, row_params(in, upstream), scratch.rows, tiles, false, need.dw ? scratch.gathered : nullptr, hidden};
     finish.row.chunk.counts = chunk.counts;  // what the formulas read of it
+    finish.row.bias = bias;
     if (outputs) outputs->attach(finish.row);
     done(launch_fused_finish(finish, stream_), "fused finish");
     done(launch_fused_repair(logits, tiles, stream_), "fused repair");
