@@ -1,5 +1,6 @@
 // What options add to the Hopper path beside the products: sums of rows of W or x for label smoothing, and the gradient
 // of the bias. Bound by memory, in a fixed order: slices in parallel, then the slices one after the other.
+#include "../hopper/dependent_launch.cuh"
 #include "device.cuh"
 #include "fused_chunk.cuh"
 
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(kThreads) row_sum_finish_kernel(FusedRowSumPar
 
 // A thread adds up v E over a slice of the chunk's rows, eight classes of it, onto what chunks before have left.
 __global__ void __launch_bounds__(kThreads) bias_slices_kernel(FusedBiasGradientParams p) {
+  sm90::begin_after_previous_launch();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.e_pitch / 8) return;
   const int64_t live = ChunkRows(p.chunk).live, each = (live + kBiasSlices - 1) / kBiasSlices,
@@ -133,8 +135,7 @@ cudaError_t launch_fused_row_sum(const FusedRowSumParams& p, cudaStream_t stream
 }
 
 cudaError_t launch_fused_bias_slices(const FusedBiasGradientParams& p, cudaStream_t stream) {
-  bias_slices_kernel<<<dim3(blocks_of(p.e_pitch / 8), kBiasSlices), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return sm90::launch_dependent(bias_slices_kernel, dim3(blocks_of(p.e_pitch / 8), kBiasSlices), kThreads, stream, p);
 }
 
 cudaError_t launch_fused_bias_finish(const FusedBiasGradientParams& p, cudaStream_t stream) {

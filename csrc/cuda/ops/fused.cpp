@@ -265,12 +265,28 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
          "fused row sum");
   if (need.db) done(launch_fused_bias_finish(db, stream_), "fused bias gradient");
   if (need.dw) {
-    done(launch_fused_targets(
-             {counts_ptr, upstream_ptr, row_index, sort.keys, sort.positions, sort.starts, sort.ends, rows, classes,
-              hidden, x.const_data_ptr(), x_dtype, pitch_of(x), scratch.rows.g_target, scratch.smooth_x, class_weight,
-              dw_sum.const_data_ptr(), dtype_of(dw_sum.scalar_type()), low_ptr, out.dw.mutable_data_ptr(),
-              dtype_of(problem.weight_leaf)},
-             stream_),
+    done(launch_fused_targets({counts_ptr,
+                               upstream_ptr,
+                               row_index,
+                               sort.keys,
+                               sort.positions,
+                               sort.starts,
+                               sort.ends,
+                               rows,
+                               classes,
+                               hidden,
+                               x.const_data_ptr(),
+                               x_dtype,
+                               pitch_of(x),
+                               scratch.rows.g_target,
+                               scratch.smooth_x,
+                               class_weight,
+                               dw_sum.const_data_ptr(),
+                               dtype_of(dw_sum.scalar_type()),
+                               low_ptr,
+                               out.dw.mutable_data_ptr(),
+                               dtype_of(problem.weight_leaf)},
+                              stream_),
          "fused targets");
   }
   return out;
