@@ -191,8 +191,12 @@ def test_every_way_to_a_gradient_gives_the_same(case: dict[str, Any], device: to
         grads = torch.autograd.grad(loss, leaves[:2], call.upstream)
         leaves[0].grad, leaves[1].grad = grads
     assert_equal(loss, expected, "loss")
-    if mode == "second backward" and call.options["reduction"] != "none":
-        # Recomputed, with the upstream gradient applied in another place: not the same bits.
+    # Copies lie in memory in another way, which on CUDA may choose other kernels.
+    moved = (
+        mode == "saved tensor hooks" and device.type == "cuda" and {case["x_layout"], case["w_layout"]} != {"contiguous"}
+    )
+    if moved or (mode == "second backward" and call.options["reduction"] != "none"):
+        # Or recomputed, with the upstream gradient applied in another place: not the same bits.
         on_cpu = linear_call(case, dtype)
         e = exact(on_cpu)
         assume_representable(on_cpu, e)
