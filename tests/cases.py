@@ -70,6 +70,16 @@ PLAIN_DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "upstream": (1.0, 0.75),
 }
 
+# The same with the options that look at other classes.
+EVEN_DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    **PLAIN_DIMENSIONS,
+    "bias": ("no", "float32", "same"),
+    "weight": ("no", "float32", "zeros"),
+    "label_smoothing": (0.0, 0.1, 0.5, 1.0),
+    "softcap": (None, 30.0, 2.0),
+    "trainable": ("xwb", "x", "w", "b", ""),
+}
+
 _SHAPES = {1: (1, 1), 7: (1, 7), 129: (3, 43), 1000: (8, 125), 1536: (6, 256)}
 
 

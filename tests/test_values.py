@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import syncfree_ext
-from cases import DIMENSIONS, DTYPES, PLAIN_DIMENSIONS, Call, build, case_id, covering_array, data
+from cases import DIMENSIONS, DTYPES, EVEN_DIMENSIONS, PLAIN_DIMENSIONS, Call, build, case_id, covering_array, data
 from syncfree_ext import reference
 from syncfree_ext.reference import Gradients
 from tolerances import (
@@ -30,6 +30,12 @@ from tolerances import (
 
 ARRAY = covering_array(DIMENSIONS)
 PLAIN_ARRAY = covering_array(PLAIN_DIMENSIONS)
+EVEN_ARRAY = covering_array(EVEN_DIMENSIONS)
+BFLOAT16_ARRAYS = [
+    pytest.param(case, id=f"{name}-{i:02}-{case_id(case)}")
+    for name, array in (("plain", PLAIN_ARRAY), ("even", EVEN_ARRAY))
+    for i, case in enumerate(array)
+]
 EXTRAS = ("z_loss", "token_accuracy", "predicted_tokens", "logsumexp")
 
 
@@ -128,7 +134,9 @@ def final_logit(call: Call, x: Tensor, classes: Tensor) -> Tensor:
     return s if cap is None else cap * torch.tanh(s / cap)
 
 
-@pytest.mark.parametrize(("dimensions", "array"), [(DIMENSIONS, ARRAY), (PLAIN_DIMENSIONS, PLAIN_ARRAY)])
+@pytest.mark.parametrize(
+    ("dimensions", "array"), [(DIMENSIONS, ARRAY), (PLAIN_DIMENSIONS, PLAIN_ARRAY), (EVEN_DIMENSIONS, EVEN_ARRAY)]
+)
 def test_every_pair_of_values_is_covered(dimensions: dict[str, Any], array: list[dict[str, Any]]) -> None:
     """Any two values of two dimensions meet; so does each value of each dimension with each dtype."""
     assert len(array) < 80
@@ -155,15 +163,15 @@ def test_covering_array(case: dict[str, Any], rng: torch.Generator, device: torc
     check_gradients(call, ref, grads, case["trainable"])
 
 
-@pytest.mark.parametrize("case", PLAIN_ARRAY, ids=[f"{i:02}-{case_id(case)}" for i, case in enumerate(PLAIN_ARRAY)])
-def test_plain_options(case: dict[str, Any], rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize("case", BFLOAT16_ARRAYS)
+def test_bfloat16_of_even_shapes(case: dict[str, Any], rng: torch.Generator, device: torch.device) -> None:
     call = build(case, rng, device)
     ref = reference_of(call)
-    loss, grads = run(call, "xw", chunk_rows=case["chunk_rows"])
+    loss, grads = run(call, "xwb", chunk_rows=case["chunk_rows"])
     scored = int((ref.output.predicted_tokens != -1).sum()) if call.options["reduction"] != "mean" else 1
     tol = loss_tolerance(torch.bfloat16, ref.output.loss, ref.logit_max, scored)
     assert_close_rel(loss, ref.output.loss, 0.0, tol, "loss")
-    check_gradients(call, ref, grads, "xw")
+    check_gradients(call, ref, grads, "xwb")
     again, grads = run(call, case["trainable"], chunk_rows=case["chunk_rows"])
     assert_close_rel(again, loss, 1e-6, 1e-7, "loss with other gradients")
     check_gradients(call, ref, grads, case["trainable"])
@@ -204,6 +212,43 @@ def test_precision(
             assert grad is not None
             assert expected is not None
             assert_close_rel(grad, expected, promised[name] * scale, what=name)
+
+
+@pytest.mark.parametrize(
+    ("device", "bt", "h", "v"),
+    [("cpu", 1536, 256, 8000), pytest.param("cuda", 1536, 1024, 32000, marks=pytest.mark.cuda)],
+    indirect=["device"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 30.0},
+        {"label_smoothing": 0.1},
+        {"weight": True},
+        {"bias": True},
+        {"weight": True, "bias": True, "label_smoothing": 0.1},
+        {"weight": True, "bias": True, "softcap": 30.0},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("kind", ["unit", "confident", "trained"])
+def test_precision_with_options(
+    kind: str, options: dict[str, Any], device: torch.device, bt: int, h: int, v: int, rng: torch.Generator
+) -> None:
+    call = plain(kind, bt, h, v, torch.bfloat16, rng, device, **options)
+    if options.get("bias"):
+        del call.options["bias"]
+        call.linear_bias = torch.randn(v, generator=rng).to(device)
+    if options.get("weight"):
+        call.options["weight"] = (torch.rand(v, generator=rng) + 0.25).to(device)
+    ref = reference_of(call)
+    loss, grads = run(call, "xwb")
+    promised = PRECISION[torch.bfloat16, kind]
+    assert_close_rel(loss, ref.output.loss, promised["loss"], 1e-7, "loss")
+    for name, grad, expected in (("dx", grads[0], ref.dx), ("dw", grads[1], ref.dw)):
+        assert_close_rel(grad, expected, promised[name], what=name)
+    if options.get("bias"):
+        assert_close_rel(grads[2], ref.db, promised["dw"], what="db")
 
 
 @pytest.mark.parametrize("kind", ["unit", "confident"])
