@@ -8,6 +8,7 @@ Nothing here waits for the device. The mathematics is in docs/semantics.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -140,7 +141,25 @@ _library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 
 def _below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        try:
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        except RuntimeError as error:
+            _raise_out_of_memory(error, args)
+            raise
+
+
+def _raise_out_of_memory(error: RuntimeError, args: Sequence[Any]) -> None:
+    """Raise torch.OutOfMemoryError for an allocation on CUDA that failed in the compiled library.
+
+    All that reaches Python of such a failure is its text (csrc/common/tensor.h). The same allocation again raises what
+    torch has to say; if it succeeds now that the call has given its memory back, then there was too little.
+    """
+    failed = re.search(r"syncfree: an allocation of (\d+) bytes failed", str(error))
+    device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+    if failed is None or device.type != "cuda":
+        return
+    torch.empty(int(failed[1]), dtype=torch.uint8, device=device)
+    raise torch.OutOfMemoryError(str(error)) from error
 
 
 def _is_differentiated(op: str, *leaves: Tensor | None) -> bool:

@@ -50,13 +50,22 @@ PROBLEMS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32, "rows": 100, "h": 33, "v": 4097, "softcap": 20.0, "label_smoothing": 0.1},
     {"dtype": torch.float16, "rows": 200, "h": 64, "v": 700, "z_loss_weight": 1e-3, "shift": 1},
 )
+# Of many allocations that are larger than the blocks that an allocator has at hand.
+LARGE: tuple[dict[str, Any], ...] = (
+    {"dtype": torch.bfloat16, "rows": 4096, "h": 1024, "v": 16384, "chunk_rows": 1024},
+    {"dtype": torch.bfloat16, "rows": 4096, "h": 1024, "v": 16384, "softcap": 30.0, "reduction": "none"},
+    {"dtype": torch.float16, "rows": 4100, "h": 1000, "v": 16001, "chunk_rows": 1024, "label_smoothing": 0.1},
+    {"dtype": torch.float32, "rows": 2048, "h": 512, "v": 16384, "chunk_rows": 512},
+)
 
 
 class Problem:
     """A call with fixed inputs, whose results are the same bits each time."""
 
-    def __init__(self, device: torch.device, number: int, seed: int) -> None:
-        options = dict(PROBLEMS[number % len(PROBLEMS)])
+    def __init__(
+        self, device: torch.device, number: int, seed: int, table: tuple[dict[str, Any], ...] = PROBLEMS
+    ) -> None:
+        options = dict(table[number % len(table)])
         rows, h, v, dtype = (options.pop(name) for name in ("rows", "h", "v", "dtype"))
         rng = torch.Generator().manual_seed(1000 * seed + number)
         self.options = options
@@ -207,34 +216,44 @@ def two_models(device: torch.device, steps: int) -> Numbers:
 
 
 def out_of_memory(device: torch.device, budgets: int = 24) -> Numbers:
-    """Memory that runs out at one point of a call after another; the call after it gives the same bits as ever."""
+    """Memory that runs out at one allocation of a call after another; the call after it gives the same bits as ever."""
     if device.type != "cuda":
         return {"skipped": "there is no allocator on the CPU whose limit could be set"}
-    problems = [Problem(device, number, 7) for number in range(len(PROBLEMS))]
-    expected = [problem.run() for problem in problems]
     total = torch.cuda.get_device_properties(device).total_memory
     failures = 0
-    for number, problem in enumerate(problems):
+    for number in range(len(LARGE)):
+        problem = Problem(device, number, 7, LARGE)
+        expected = problem.run()
+        taken = _freed(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        problem.run()
+        synchronize(device)
+        needed = torch.cuda.max_memory_reserved(device) - taken
         for budget in range(budgets):
-            gc.collect()
-            synchronize(device)
-            torch.cuda.empty_cache()
+            taken = _freed(device)
             before = torch.cuda.memory_allocated(device)
-            limit = torch.cuda.memory_reserved(device) + budget * 2 * MIB
-            torch.cuda.set_per_process_memory_fraction(limit / total, device)
+            torch.cuda.set_per_process_memory_fraction((taken + needed * budget / budgets) / total, device)
             try:
                 problem.run()
             except torch.OutOfMemoryError:
                 failures += 1
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
-            gc.collect()
-            synchronize(device)
+            _freed(device)
             kept = torch.cuda.memory_allocated(device) - before
             assert kept <= 0, f"{kept} bytes were kept by a call that ran out of memory"
-            same(problem.run(), expected[number], f"problem {number} after running out of memory")
-    assert failures >= len(problems), "memory did not run out"
-    return {"ran_out": failures, "calls": budgets * len(problems)}
+            same(problem.run(), expected, f"problem {number} after running out of memory")
+        del problem, expected
+    assert failures >= len(LARGE) * budgets // 2, f"memory ran out {failures} times only"
+    return {"ran_out": failures, "calls": budgets * len(LARGE)}
+
+
+def _freed(device: torch.device) -> int:
+    """Give back what nothing uses; the bytes that are still taken."""
+    gc.collect()
+    synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

@@ -17,8 +17,10 @@ import torch
 import fuzz_cases
 import fuzz_garbage
 import soak_parts
+import syncfree_ext
 from fuzz_guards import Guards
 from fuzz_threads import ThreadRanks
+from syncfree_ext import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = sorted(fuzz_cases.kinds())
@@ -323,3 +325,25 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
     assert summary.main(str(tmp_path), ["memcheck-plain", "racecheck-plain"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].split() == ["racecheck-plain", "12", "1", "0", "0", "0", "FOUND"]
     assert [part["verdict"] for part in json.loads((tmp_path / "summary.json").read_text())] == ["FOUND", "FOUND"]
+
+
+def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text says what it was and holds the words that trainers look for; on CUDA it becomes torch's own error."""
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    text = r"syncfree: an allocation of 9007199254740992 bytes failed.* out of memory\."
+    with pytest.raises(RuntimeError, match=text):
+        syncfree_ext.masked_indices(mask, 2**50)
+
+    class OnCuda(torch.Tensor):
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    tensor = torch.zeros(1).as_subclass(OnCuda)
+    failed = RuntimeError("syncfree: an allocation of 77 bytes failed, probably because CUDA is out of memory.")
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: asked.append((args, options["device"])))
+    with pytest.raises(torch.OutOfMemoryError, match="77 bytes failed"):
+        ops._raise_out_of_memory(failed, [None, tensor])
+    assert asked == [((77,), torch.device("cuda", 0))]
+    ops._raise_out_of_memory(failed, [torch.zeros(1)])
+    ops._raise_out_of_memory(RuntimeError("something else"), [tensor])
+    assert len(asked) == 1

@@ -51,7 +51,7 @@ struct FlceProblem {
     this->workspace_bytes = workspace_bytes.value_or(0);
     hidden = x.size(1);
     input = with_contiguous_rows(x);
-    weight = with_contiguous_rows(w.scalar_type() == compute ? w : torch::stable::to(w, compute));
+    weight = with_contiguous_rows(w.scalar_type() == compute ? w : converted(w, compute));
     if (linear_bias) {
       check_floating(op, "linear_bias", *linear_bias);
       check_same_device(op, "linear_bias", *linear_bias, x);

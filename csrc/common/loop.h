@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> masked_indices(Tensor mask, int64_t size, Opt
     for (int64_t i = 0; same && i < dims; ++i) same = keys->size(i) == mask.size(i);
     SF_CHECK(same, op, ": keys must have the shape of mask, ", shape_of(mask), ", got ", shape_of(*keys));
   }
-  const Tensor flags = mask.is_contiguous() ? mask : torch::stable::contiguous(mask);
+  const Tensor flags = mask.is_contiguous() ? mask : compacted(mask);
   const OptionalTensor dense_keys = keys ? OptionalTensor(as_contiguous(*keys, keys->scalar_type())) : OptionalTensor();
 
   Backend backend(mask);

@@ -106,7 +106,7 @@ struct Upstream {
     if (in.is_none()) {
       SF_CHECK(grad.dim() == 1 && grad.size(0) == in.rows, in.op, ": grad_output must have shape (", in.rows,
                ",), got ", shape_of(grad));
-      tensor = grad.scalar_type() == in.acc ? grad : torch::stable::to(grad, in.acc);
+      tensor = grad.scalar_type() == in.acc ? grad : converted(grad, in.acc);
       per_row = tensor->const_data_ptr();
       stride = tensor->stride(0);
     } else {

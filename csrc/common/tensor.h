@@ -109,6 +109,23 @@ inline int64_t size_of(DType type) {
   return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2;
 }
 
+// Of every dtype that tensors are made with here.
+inline int64_t bytes_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    case ScalarType::Float:
+    case ScalarType::Int:
+      return 4;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
 // Products of double are summed in double, all others in float.
 inline ScalarType acc_type(ScalarType compute) {
   return compute == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -135,6 +152,13 @@ inline int32_t dtype_code(ScalarType type) {
   }
 }
 
+// torch's shims say that they failed, not why. syncfree_ext/ops.py reads this text, and finds out.
+[[noreturn]] inline void throw_allocation(const Tensor& like, int64_t bytes) {
+  throw std::runtime_error(message("syncfree: an allocation of ", bytes, " bytes failed, probably because ",
+                                   like.is_cpu() ? "the host" : "CUDA",
+                                   " is out of memory. torch has printed why on stderr"));
+}
+
 // Contiguous, on the device of `like`. Through the shim, since a call by name through the dispatcher costs several
 // times the allocation.
 inline Tensor new_empty(const Tensor& like, const int64_t* size, int64_t dims, ScalarType type) {
@@ -148,9 +172,8 @@ inline Tensor new_empty(const Tensor& like, const int64_t* size, int64_t dims, S
   int32_t device_type = 0;
   check_shim(aoti_torch_get_device_type(like.get(), &device_type), "aoti_torch_get_device_type");
   AtenTensorHandle handle = nullptr;
-  check_shim(
-      aoti_torch_empty_strided(dims, size, strides, dtype_code(type), device_type, like.get_device_index(), &handle),
-      "aoti_torch_empty_strided (out of memory?)");
+  if (aoti_torch_empty_strided(dims, size, strides, dtype_code(type), device_type, like.get_device_index(), &handle))
+    throw_allocation(like, step * bytes_of(type));
   return Tensor(handle);
 }
 
@@ -162,10 +185,23 @@ inline Tensor new_bytes(const Tensor& like, int64_t bytes) {
   return new_empty(like, {bytes}, ScalarType::Byte);
 }
 
+// A copy in another dtype; a contiguous copy. What can fail about them is the memory for it.
+inline Tensor converted(const Tensor& t, ScalarType type) try {
+  return torch::stable::to(t, type);
+} catch (const std::runtime_error&) {
+  throw_allocation(t, t.numel() * bytes_of(type));
+}
+
+inline Tensor compacted(const Tensor& t) try {
+  return torch::stable::contiguous(t);
+} catch (const std::runtime_error&) {
+  throw_allocation(t, t.numel() * bytes_of(t.scalar_type()));
+}
+
 // Contiguous and of that dtype; the tensor itself where it is both already.
 inline Tensor as_contiguous(const Tensor& t, ScalarType type) {
-  const Tensor typed = t.scalar_type() == type ? t : torch::stable::to(t, type);
-  return typed.is_contiguous() ? typed : torch::stable::contiguous(typed);
+  const Tensor typed = t.scalar_type() == type ? t : converted(t, type);
+  return typed.is_contiguous() ? typed : compacted(typed);
 }
 
 // The same in one dimension.
@@ -179,7 +215,7 @@ inline Tensor flat(const Tensor& t, ScalarType type) {
 // A matrix whose rows are contiguous; the tensor itself where they are.
 inline Tensor with_contiguous_rows(const Tensor& t) {
   const bool rows = (t.size(1) <= 1 || t.stride(1) == 1) && (t.size(0) <= 1 || t.stride(0) >= t.size(1));
-  return rows ? t : torch::stable::contiguous(t);
+  return rows ? t : compacted(t);
 }
 
 inline int64_t pitch_of(const Tensor& t) {
