@@ -144,7 +144,7 @@ def _below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         except RuntimeError as error:
-            _raise_out_of_memory(error, args)
+            _raise_out_of_memory(error, (*args, *kwargs.values()))
             raise
 
 
