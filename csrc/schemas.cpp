@@ -85,6 +85,48 @@ STABLE_TORCH_LIBRARY(syncfree, m) {
       "flce_shard_store_dx(Tensor dx_sum, Tensor counts, Tensor rows, Tensor alpha, Tensor(a!) dx, "
       "Tensor(b!)? dx_scale=None, *, SymInt first_row) -> ()");
 
+  // The same on the Hopper path, where each chunk is as large as the first: its live rows are dealt out on the device, and
+  // row k of a chunk is not that of another op's. CUDA only but for the first.
+  //
+  // The rows of a chunk where it takes the call, else 0: from what no two ranks see differently. largest_slice: of all.
+  m.def(
+      "flce_shard_fused_rows(Tensor input, SymInt largest_slice, *, ScalarType compute_dtype, ScalarType weight_dtype, "
+      "bool biased=False, float label_smoothing=0.0, float? softcap=None, " SYNCFREE_CHUNKS
+      ", bool lean=False) -> SymInt");
+  // Before the first chunk. target_logits float32[BT], in the order of rows: x w_t where the slice has the target, NaN
+  // where no slice has it, else 0; the caller adds them up. class_rows: the rows of each class of the slice. dw [n, H] and
+  // dw_low: what the chunks add to, not yet set; dw_low has eight more bits of a bfloat16 dw, or is empty.
+  m.def(
+      "flce_shard_fused_begin(Tensor input, Tensor linear_weight, Tensor target, Tensor counts, Tensor rows, *, "
+      "SymInt first_class, SymInt num_classes, SymInt chunk_rows, ScalarType weight_dtype, SymInt shift=0, "
+      "bool lean=False, bool need_dw=True) -> (Tensor target_logits, Tensor class_rows, Tensor dw, Tensor dw_low)");
+  // e: E of csrc/cuda/kernels/fused.h, [chunk_rows, n rounded up to 64]. row_stats float32[4, chunk_rows]: exponent, sum
+  // of E, target's logit before logit_scale (0 where another slice has it), rounding residue of the sum.
+  // predicted_tokens as above; largest float32[BT], in the order of rows: the logit that it is the class of.
+  m.def(
+      "flce_shard_fused_logits(Tensor input, Tensor linear_weight, Tensor target, Tensor counts, Tensor rows, "
+      "Tensor target_logits, *, SymInt first_class, SymInt num_classes, SymInt first_row, SymInt chunk_rows, " SYNCFREE_TENSORS
+      ", " SYNCFREE_OPTIONS
+      ", bool need_e=True, Tensor(a!)? predicted_tokens=None, Tensor(b!)? largest=None) -> "
+      "(Tensor gathered, Tensor e, Tensor row_stats)");
+  // From the row_stats of this slice and of all: the parts of the loss of each row, the gradients of the targets' logits
+  // (in the order of rows), this slice's share of dX (with the divisor), and what E is to be multiplied by.
+  m.def(
+      "flce_shard_fused_gradient(Tensor e, Tensor slice_stats, Tensor row_stats, Tensor linear_weight, Tensor target, "
+      "Tensor counts, Tensor rows, Tensor(a!) target_gradients, Tensor(b!) ce, Tensor(c!) z, "
+      "Tensor(d!)? logsumexp=None, *, SymInt first_class, SymInt num_classes, SymInt first_row, " SYNCFREE_TENSORS
+      ", " SYNCFREE_OPTIONS ", bool need_dx=True) -> (Tensor dx, Tensor v)");
+  // gathered *= v and the divisor, then dw += e^T gathered; = where accumulate is false.
+  m.def(
+      "flce_shard_fused_weight_gradient(Tensor e, Tensor(a!) gathered, Tensor v, Tensor counts, Tensor rows, "
+      "Tensor class_rows, Tensor(b!) dw, Tensor(c!) dw_low, *, SymInt first_row, bool accumulate) -> ()");
+  // After the last chunk: the targets' share of dW, rounded once, to out or in place.
+  m.def(
+      "flce_shard_fused_add_targets(Tensor input, Tensor counts, Tensor rows, Tensor class_rows, "
+      "Tensor target_gradients, Tensor(a!) dw, Tensor dw_low, Tensor(b!)? out=None) -> ()");
+  m.def(
+      "flce_shard_fused_store_dx(Tensor dx_sum, Tensor counts, Tensor rows, Tensor(a!) dx, *, SymInt first_row) -> ()");
+
   // Statistics of the targets and the list of valid rows, all on the device.
   m.def("count_targets(Tensor target, SymInt num_classes, *, " SYNCFREE_TENSORS
         ", str reduction=\"mean\", int ignore_index=-100, SymInt shift=0) -> (Tensor counts, Tensor rows)");

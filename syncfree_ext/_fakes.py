@@ -276,3 +276,91 @@ def _(*_args: Any, **_options: Any) -> None:
 @torch.library.register_fake("syncfree::flce_shard_store_dx")
 def _(*_args: Any, **_options: Any) -> None:
     return None
+
+
+# The Hopper path over a slice exists for CUDA alone; whether it takes a call is known where the device is.
+
+
+@torch.library.register_fake("syncfree::flce_shard_fused_rows")
+def _(*_args: Any, **_options: Any) -> int:
+    return 0
+
+
+@torch.library.register_fake("syncfree::flce_shard_fused_begin")
+def _(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    *,
+    chunk_rows: _Size,
+    weight_dtype: torch.dtype,
+    lean: bool = False,
+    need_dw: bool = True,
+    **_options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_linear("flce_shard_fused_begin", input, linear_weight, target, None, None)
+    n, (classes, hidden) = input.shape[0], linear_weight.shape
+    exact = weight_dtype == torch.bfloat16 and not lean
+    split = exact and classes % 64 == 0 and hidden % 128 == 0 and (n + chunk_rows - 1) // chunk_rows <= 4096
+    return (
+        input.new_empty((n,), dtype=torch.float32),
+        input.new_empty((4 * n + 2 * classes if need_dw else 0,), dtype=torch.int32),
+        input.new_empty(
+            (classes, hidden) if need_dw else (0,), dtype=torch.float32 if exact and not split else weight_dtype
+        ),
+        input.new_empty((classes * hidden if need_dw and split else 0,), dtype=torch.uint8),
+    )
+
+
+@torch.library.register_fake("syncfree::flce_shard_fused_logits")
+def _(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    target_logits: Tensor,
+    *,
+    chunk_rows: _Size,
+    token_weight: Tensor | None = None,
+    need_e: bool = True,
+    **_options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_linear("flce_shard_fused_logits", input, linear_weight, target, None, token_weight)
+    classes, hidden = linear_weight.shape
+    return (
+        linear_weight.new_empty((chunk_rows, hidden)),
+        linear_weight.new_empty((chunk_rows if need_e else 0, (classes + 63) // 64 * 64)),
+        input.new_empty((4, chunk_rows), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("syncfree::flce_shard_fused_gradient")
+def _(
+    e: Tensor,
+    slice_stats: Tensor,
+    row_stats: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    *_outputs: Tensor | None,
+    need_dx: bool = True,
+    token_weight: Tensor | None = None,
+    **_options: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_rows("flce_shard_fused_gradient", rows.numel(), target, token_weight)
+    size = slice_stats.shape[1]
+    return (
+        slice_stats.new_empty((size if need_dx else 0, linear_weight.shape[1])),
+        slice_stats.new_empty((size,)),
+    )
+
+
+@torch.library.register_fake("syncfree::flce_shard_fused_weight_gradient")
+@torch.library.register_fake("syncfree::flce_shard_fused_add_targets")
+@torch.library.register_fake("syncfree::flce_shard_fused_store_dx")
+def _(*_args: Any, **_options: Any) -> None:
+    return None

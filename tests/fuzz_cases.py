@@ -163,7 +163,7 @@ def shards(case: Case) -> str:
         )
         bias = None if call.linear_bias is None else call.linear_bias[first:last]
         with torch.no_grad():
-            run = _vocab_parallel._Run(part, x, call.linear_weight[first:last], bias, target, options)
+            run = _vocab_parallel.Run(part, x, call.linear_weight[first:last], bias, target, options)
             return run.forward([not per_row, not per_row, not per_row and bias is not None], True, True, True)
 
     results = ranks.run(job)

@@ -13,9 +13,7 @@
 
 namespace syncfree {
 
-// A chunk as the caller names it: counts and rows of count_targets, and the place of the chunk among the rows.
-inline Chunk shard_chunk(const char* op, const Tensor& counts, const Tensor& rows, const Tensor& like,
-                         int64_t first_row, int64_t size) {
+inline void check_counts(const char* op, const Tensor& counts, const Tensor& rows, const Tensor& like) {
   check_same_device(op, "counts", counts, like);
   check_same_device(op, "rows", rows, like);
   SF_CHECK(counts.scalar_type() == ScalarType::Double && counts.is_contiguous() && counts.numel() == kCountSlots, op,
@@ -24,6 +22,12 @@ inline Chunk shard_chunk(const char* op, const Tensor& counts, const Tensor& row
   SF_CHECK(rows.scalar_type() == ScalarType::Int && rows.is_contiguous() && rows.dim() == 1, op,
            ": rows must be what count_targets gave, one dimension of int32, got ", shape_of(rows), " of ",
            name_of(rows.scalar_type()));
+}
+
+// A chunk as the caller names it: counts and rows of count_targets, and the place of the chunk among the rows.
+inline Chunk shard_chunk(const char* op, const Tensor& counts, const Tensor& rows, const Tensor& like,
+                         int64_t first_row, int64_t size) {
+  check_counts(op, counts, rows, like);
   SF_CHECK(first_row >= 0 && size >= 1 && size <= rows.numel() && first_row <= rows.numel() - size, op,
            ": a chunk must lie within the ", rows.numel(), " rows, got ", size, " from ", first_row);
   return {static_cast<const double*>(counts.const_data_ptr()), static_cast<const int32_t*>(rows.const_data_ptr()),
@@ -86,6 +90,16 @@ struct Shard {
     p.row_stats = row_stats.mutable_data_ptr();
     return p;
   }
+};
+
+// What decides whether a backend's own kernels take a slice.
+struct FusedShardProblem {
+  ScalarType compute, input, weight_leaf;
+  int64_t rows, hidden, largest_slice;
+  bool biased;
+  double label_smoothing, softcap;
+  int64_t chunk_rows, workspace_bytes;
+  bool lean;
 };
 
 template <class Backend>
@@ -245,6 +259,22 @@ void flce_shard_store_dx(Tensor dx_sum, Tensor counts, Tensor rows, Tensor alpha
   backend.store_rows(StoreRowsParams{chunk, dx_sum.const_data_ptr(), hidden, hidden, alpha.const_data_ptr(),
                                      dtype_of(acc), dx.mutable_data_ptr(), dtype_of(dx.scalar_type()), hidden,
                                      dx_scale ? static_cast<float*>(dx_scale->mutable_data_ptr()) : nullptr});
+}
+
+// Rows of a chunk where a backend's own kernels take a slice (flce_shard_fused_*), 0 where they do not. Of what is the
+// same on each device of a group, if these are of one kind: slices must not disagree.
+template <class Backend>
+int64_t flce_shard_fused_rows(Tensor input, int64_t largest_slice, ScalarType compute_dtype, ScalarType weight_dtype,
+                              bool biased, double label_smoothing, std::optional<double> softcap,
+                              std::optional<int64_t> chunk_rows, std::optional<int64_t> workspace_bytes, bool lean) {
+  constexpr const char* op = "syncfree::flce_shard_fused_rows";
+  SF_CHECK(input.dim() == 2 && largest_slice >= 1, op, ": expected input (rows, hidden) and a class, got shape ",
+           shape_of(input), " and ", largest_slice, " classes");
+  if constexpr (Backend::kHasFused)
+    return Backend(input).fused_shard_rows({compute_dtype, input.scalar_type(), weight_dtype, input.size(0),
+                                            input.size(1), largest_slice, biased, label_smoothing, softcap.value_or(0),
+                                            chunk_rows.value_or(0), workspace_bytes.value_or(0), lean});
+  return 0;
 }
 
 }  // namespace syncfree

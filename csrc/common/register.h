@@ -16,6 +16,7 @@
   m.impl("flce_shard_gradient", TORCH_BOX(&syncfree::flce_shard_gradient<Backend>));                                   \
   m.impl("flce_shard_weight_gradient", TORCH_BOX(&syncfree::flce_shard_weight_gradient<Backend>));                     \
   m.impl("flce_shard_store_dx", TORCH_BOX(&syncfree::flce_shard_store_dx<Backend>));                                   \
+  m.impl("flce_shard_fused_rows", TORCH_BOX(&syncfree::flce_shard_fused_rows<Backend>));                               \
   m.impl("count_targets", TORCH_BOX(&syncfree::count_targets<Backend>));                                               \
   m.impl("scale_unless_one_", TORCH_BOX(&syncfree::scale_unless_one_<Backend>));                                       \
   m.impl("publish_", TORCH_BOX(&syncfree::publish_<Backend>));                                                         \

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../common/flce.h"
+#include "../common/flce_shard.h"
 #include "kernels/launch.h"
 
 namespace syncfree {
@@ -43,9 +44,11 @@ class CudaBackend {
   bool fuses(const FlceProblem& problem, const LossInputs& in) const;
   FlceGradients run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                           const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need);
+  int64_t fused_shard_rows(const FusedShardProblem& problem) const;
+
+  static void done(cudaError_t error, const char* kernel);
 
  private:
-  static void done(cudaError_t error, const char* kernel);
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };

@@ -19,7 +19,7 @@ namespace syncfree::sm90 {
 // row_stats: the same without the store
 // .._argmax: also the largest logit of another class a (row, tile), and its class
 // row_max:   the maximum of z a (row, tile); nothing is stored
-// rows:      dX, see store_rows.cuh; rows_smoothed: with label smoothing
+// rows:      dX, see store_rows.cuh; rows_smoothed: with label smoothing; rows_share: a slice's share of it, in float32
 // split:     D kept in 24 bits over several launches, see split_accumulator.cuh
 // z is scale * log2(e) times the product (and bias), scale being the logit scale; with a softcap, capped.
 enum class Epilogue {
@@ -34,7 +34,8 @@ enum class Epilogue {
   row_max,
   rows,
   split,
-  rows_smoothed
+  rows_smoothed,
+  rows_share
 };
 // The logit that row_.. epilogues are about: the product alone, with a bias, or with a bias and a softcap. With a softcap
 // E times the derivative of the cap is stored, and beside the sum of E itself goes what rounding took from what is
@@ -61,8 +62,8 @@ struct Config {
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
   static constexpr bool kArgmax = EPILOGUE_ == Epilogue::row_exp_argmax || EPILOGUE_ == Epilogue::row_stats_argmax;
   static constexpr bool kRowExp = kArgmax || EPILOGUE_ == Epilogue::row_exp || EPILOGUE_ == Epilogue::row_stats;
-  static constexpr bool kSmoothed = EPILOGUE_ == Epilogue::rows_smoothed,
-                        kRows = kSmoothed || EPILOGUE_ == Epilogue::rows;
+  static constexpr bool kSmoothed = EPILOGUE_ == Epilogue::rows_smoothed, kShare = EPILOGUE_ == Epilogue::rows_share,
+                        kRows = kSmoothed || kShare || EPILOGUE_ == Epilogue::rows;
   static constexpr bool kStores = EPILOGUE_ != Epilogue::row_stats && EPILOGUE_ != Epilogue::row_stats_argmax &&
                                   EPILOGUE_ != Epilogue::row_max && !kRows;
   static constexpr int kProducerRegs = PRODUCER_REGS_, kConsumerRegs = CONSUMER_REGS_;
@@ -102,7 +103,7 @@ struct GemmArgs {
   const float *v, *g_target;    // rows: [m], and [all rows] by position
   const __nv_bfloat16* weight;  // rows: that of the targets
   int64_t weight_pitch;
-  void* out;  // rows: dX, contiguous
+  void* out;  // rows: dX, contiguous; rows_share: [m, n] of float32
   DType out_dtype;
   float2* sums;         // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
   float* target_logit;  // [m]: the product in the target's column, not scaled

@@ -1,6 +1,7 @@
 // dX from the accumulators to the rows that the chunk was gathered from: alpha (v acc + g w_t), with label smoothing
-// less alpha offset times the sum of W's rows, in float32 up to the one rounding. Each warp turns its own 16 rows through
-// its part of the staging buffers, so that a lane gets eight neighbouring columns of a row; no other warp waits.
+// less alpha offset times the sum of W's rows, in float32 up to the one rounding. A slice's share of it stays in the
+// chunk's order and in float32. Each warp turns its own 16 rows through its part of the staging buffers, so that a lane
+// gets eight neighbouring columns of a row; no other warp waits.
 #pragma once
 
 #include "../kernels/device.cuh"
@@ -29,7 +30,7 @@ __device__ __forceinline__ void store_rows(const GemmArgs& p, const float (&acc)
     g[h] = t >= 0 ? p.g_target[first + k] * alpha : 0.f;
     if constexpr (C::kSmoothed) offset[h] = is_live ? p.offset[first + k] * alpha : 0.f;
     w[h] = t >= 0 ? p.weight + t * p.weight_pitch : nullptr;
-    home[h] = is_live ? int64_t(p.chunk.row_index[first + k]) * p.n : -1;
+    home[h] = is_live ? int64_t(C::kShare ? k : p.chunk.row_index[first + k]) * p.n : -1;
   }
 #pragma unroll
   for (int chunk = 0; chunk < C::kBN / kColumns; ++chunk) {
@@ -64,9 +65,9 @@ __device__ __forceinline__ void store_rows(const GemmArgs& p, const float (&acc)
       }
       if constexpr (C::kSmoothed) subtract8(offset[h], p.smooth, column / 8, y);
       const int64_t at = home[h] + column;
-      if (p.out_dtype == DType::bf16)
+      if (!C::kShare && p.out_dtype == DType::bf16)
         store8(static_cast<__nv_bfloat16*>(p.out) + at, y);
-      else if (p.out_dtype == DType::f32)
+      else if (C::kShare || p.out_dtype == DType::f32)
         store8(static_cast<float*>(p.out) + at, y);
       else
         store8(static_cast<__half*>(p.out) + at, y);

@@ -102,6 +102,7 @@ struct FusedDxParams {
   FusedRows rows;
   void* out;  // dx, contiguous: the live rows
   DType out_dtype;
+  bool share = false;  // out is float32 [size, hidden], row k that of slot k: a slice's share of dX
 };
 
 struct FusedDwParams {
@@ -132,6 +133,7 @@ struct FusedSortParams {
   int32_t *starts, *ends;                              // [num_classes]; ends only where starts >= 0
   void* scratch;
   size_t scratch_bytes;
+  int64_t first_class = 0;  // the classes are those from here on
 };
 
 // out[class] = cast(sum[class] + alpha * (sum over its rows of g_target * x - class_weight[class] * smooth)). sum and
@@ -192,6 +194,87 @@ struct FusedBiasGradientParams {
   float* out;                 // [num_classes]
 };
 
+// A slice of the classes, [first_class, first_class + num_classes) of total_classes (ops/fused_shard.cpp). The kernels
+// above see its classes counted from 0, and no target where it is of another slice.
+struct FusedSlice {
+  int64_t first_class, num_classes, total_classes;
+};
+
+// logits[position] = x . w_t where the slice has the target t; NaN where no slice has it; else 0.
+struct FusedShardTargetsParams {
+  const double* counts;
+  const int32_t* row_index;
+  int64_t rows;
+  const void* input;
+  DType input_dtype;
+  int64_t input_pitch, hidden;
+  const void* weight;  // bfloat16 [num_classes, hidden]
+  int64_t weight_pitch;
+  FusedSlice slice;
+  const int64_t* targets;
+  int64_t shift;
+  float* logits;  // [rows]
+};
+
+// The gather of a slice: exponents come from the targets' logits of all slices, rows.target is of the slice.
+struct FusedShardGatherParams {
+  FusedChunk chunk;
+  const void* input;
+  DType input_dtype;
+  int64_t input_pitch, hidden;
+  FusedSlice slice;
+  const int64_t* targets;
+  int64_t shift;
+  LossOptions options;
+  const float* logits;  // [rows], by position
+  void* gathered;       // bfloat16 [size, hidden], contiguous
+  FusedRows rows;
+};
+
+// What is combined over the slices, planes of [size]: the exponent k that the row's E is relative to, the sum of E, the
+// target's logit (before logit_scale; 0 where another slice has it), and what rounding took from the sum.
+enum ShardStat { kShardExponent, kShardSum, kShardTarget, kShardResidue, kShardStats };
+
+struct FusedShardStatsParams {
+  FusedChunk chunk;
+  FusedRows rows;
+  int64_t tiles;
+  bool repair;  // second pass: only the groups that were marked
+  LossOptions options;
+  FusedSlice slice;
+  float* stats;        // [kShardStats, size]
+  int64_t* predicted;  // [all rows], nullable: the class of the slice's largest logit; -1 for ignored rows
+  float* largest;      // [all rows] by position, nullable: that logit in the sense of the scale's sign
+};
+
+// Losses from the statistics of all slices; v, g_target and target as the dX of this slice takes them.
+struct FusedShardFinishParams {
+  FusedChunk chunk;
+  RowParams row;           // as in FusedFinishParams
+  const float* own_stats;  // [kShardStats, size]: of this slice,
+  const float* stats;      // and of all
+  FusedSlice slice;
+  FusedRows rows;
+};
+
+// gathered = bfloat16(alpha v x), in place; the ticket of the dW that follows becomes 0.
+struct FusedShardScaleParams {
+  FusedChunk chunk;
+  void* gathered;
+  int64_t hidden;
+  const float* v;
+  int32_t* ticket;
+};
+
+// The live rows of dx from row k of a sum over the slices for slot k, and zeros in the ignored ones.
+struct FusedShardStoreParams {
+  FusedChunk chunk;
+  const float* sum;  // [size, hidden]
+  int64_t hidden;
+  void* dx;  // contiguous
+  DType dx_dtype;
+};
+
 // Whether dW of this shape can be kept in 24 bits, and the bytes that takes beside it.
 constexpr bool can_split(int64_t num_classes, int64_t hidden) {
   return num_classes % 64 == 0 && hidden % 128 == 0;
@@ -227,5 +310,12 @@ cudaError_t launch_fused_bias(const FusedBiasParams& p, cudaStream_t stream);
 cudaError_t launch_fused_row_sum(const FusedRowSumParams& p, cudaStream_t stream);
 cudaError_t launch_fused_bias_slices(const FusedBiasGradientParams& p, cudaStream_t stream);  // of a chunk
 cudaError_t launch_fused_bias_finish(const FusedBiasGradientParams& p, cudaStream_t stream);  // after the last one
+
+cudaError_t launch_fused_shard_targets(const FusedShardTargetsParams& p, cudaStream_t stream);
+cudaError_t launch_fused_shard_gather(const FusedShardGatherParams& p, cudaStream_t stream);
+cudaError_t launch_fused_shard_stats(const FusedShardStatsParams& p, cudaStream_t stream);
+cudaError_t launch_fused_shard_finish(const FusedShardFinishParams& p, cudaStream_t stream);
+cudaError_t launch_fused_shard_scale(const FusedShardScaleParams& p, cudaStream_t stream);
+cudaError_t launch_fused_shard_store(const FusedShardStoreParams& p, cudaStream_t stream);
 
 }  // namespace syncfree

@@ -12,6 +12,7 @@ using namespace sm90;
 
 using Product = Cooperative<false, true, Epilogue::rows, Bound::m>;
 static_assert(Product::kBM * Product::kCluster == kRowGroup);
+using ShareProduct = Cooperative<false, true, Epilogue::rows_share, Bound::m>;
 using SmoothedProduct = Cooperative<false, true, Epilogue::rows_smoothed, Bound::m>;
 using SplitProduct = Cooperative<false, true, Epilogue::f32_add, Bound::m>;
 constexpr int kThreads = 256;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) fused_store_kernel(FusedDxParams p) 
   const int64_t k = blockIdx.x;
   const ChunkRows chunk(p.chunk);
   if (k >= chunk.live) return;
-  Out* out = static_cast<Out*>(p.out) + chunk.row(p.chunk, k) * p.hidden;
+  Out* out = static_cast<Out*>(p.out) + (p.share ? k : chunk.row(p.chunk, k)) * p.hidden;
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream), v = p.rows.v[k] * alpha,
               g = p.rows.g_target[chunk.first + k] * alpha,
               offset = p.smooth ? p.rows.offset[chunk.first + k] * alpha : 0.f;
@@ -93,6 +94,7 @@ cudaError_t launch_fused_dx(const FusedDxParams& p, cudaStream_t stream) {
   args.weight = static_cast<const __nv_bfloat16*>(p.weight), args.weight_pitch = p.weight_pitch;
   args.out = p.out, args.out_dtype = p.out_dtype;
   args.offset = p.rows.offset, args.smooth = p.smooth;
+  if (p.share) return launch_gemm<ShareProduct>(e, w, Matrix{}, args, stream);
   return p.smooth ? launch_gemm<SmoothedProduct>(e, w, Matrix{}, args, stream)
                   : launch_gemm<Product>(e, w, Matrix{}, args, stream);
 }

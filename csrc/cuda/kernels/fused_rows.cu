@@ -4,22 +4,12 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
-#include "../../common/formulas.h"
-#include "../hopper/dependent_launch.cuh"
-#include "device.cuh"
-#include "fused_chunk.cuh"
-#include "softcap.cuh"
+#include "fused_rows.cuh"
 
 namespace syncfree {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr float kLog2e = 1.4426950408889634f;
-// The target's E is 2^-40. bfloat16 could hold classes up to 167 binary orders above it, but what follows multiplies in
-// float32: past a sum of 2^60 (a loss of about 69 nats) 1 / sum times x, or E times W, could leave its range, so such a
-// row is redone relative to its maximum.
-constexpr float kTargetExponent = 40.f;
-constexpr float kLargestSum = 1.152921504606847e18f;  // 2^60
 
 template <class In>
 __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
@@ -81,96 +71,42 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   }
 }
 
-constexpr int kRowsPerBlock = 32, kSlices = 8;
-
-// 32 rows a block, 8 slices of tiles each; slices are added in order.
 __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const ChunkRows& chunk) {
-  __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
-  __shared__ float2 best_of[kSlices][kRowsPerBlock];
   __shared__ RowConstants<float> constants;
-  const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
-  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + lane, live = chunk.live;
+  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x % kRowsPerBlock, live = chunk.live;
   if (threadIdx.x == 0) constants = row_constants<float>(p.row);
-  double exact = 0, rounded = 0;
-  float2 best = make_float2(-INFINITY, __int_as_float(INT32_MAX));
-  const auto take = [&](float2 other) {
-    const bool larger = other.x > best.x || (other.x == best.x && __float_as_int(other.y) < __float_as_int(best.y));
-    if (larger) best = other;
-  };
-  if (k < live && p.rows.best) {
-    const float2* found = static_cast<const float2*>(p.rows.best);
-    for (int64_t t = slice; t < p.tiles; t += kSlices) take(found[t * p.chunk.size + k]);
-  }
-  if (k < live) {
-    const float2* sums = static_cast<const float2*>(p.rows.sums);
-    for (int64_t t = slice; t < p.tiles; t += kSlices) {
-      const float2 s = sums[t * p.chunk.size + k];
-      exact += double(s.x), rounded += double(s.y);
-    }
-  }
-  exact_sums[slice][lane] = exact;
-  rounded_sums[slice][lane] = rounded;
-  best_of[slice][lane] = best;
-  __syncthreads();
+  TileSums sum = sum_tiles(p.rows, p.tiles, p.chunk.size, k, k < live);
   const int64_t i = k < p.chunk.size ? chunk.row(p.chunk, k) : -1;
-  if (slice != 0 || i < 0) return;
-  for (int s = 1; s < kSlices; ++s) {
-    exact += exact_sums[s][lane], rounded += rounded_sums[s][lane];
-    take(best_of[s][lane]);
-  }
-  RowResult<float> r{};
-  float v = 0.f, g = 0.f, correct = 0.f;
+  if (threadIdx.x >= kRowsPerBlock || i < 0) return;
+  RowGradient found{};
+  float correct = 0.f;
   int predicted = -1;
   if (k < live) {
-    const float exponent = p.rows.exponent[k], z = p.rows.target_logit[k], scale = constants.logit_scale * kLog2e,
-                cap = softcap_log2(p.row.options);
-    if (!p.repair && exact > double(kLargestSum)) {
-      p.rows.bad[k] = 1;
-      p.rows.only[k / kRowGroup] = 1;
-      *p.rows.any = 1;
-    }
-    // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the
-    // row's exponent.
-    const float capped = cap > 0.f ? softcapped(z * scale / cap).tanh : 0.f;
-    const float above = cap > 0.f    ? fmaf(-capped, cap, exponent)
-                        : p.row.bias ? exponent - __fmul_rn(z, scale)  // as E has it
-                                     : fmaf(-z, scale, exponent),
-                logit = cap > 0.f ? capped * constants.softcap : z * constants.logit_scale;
-    // Without other classes nothing is far below or above: where logits are huge, 2^above may be infinite.
-    const double relative = exact == 0 ? 0 : exact * exp2(double(above));
-    const bool by_target = !(relative > 1e30);
-    const double smooth =
-        p.rows.smooth ? p.rows.smooth[k] * constants.logit_scale - p.chunk.counts[kCountClasses] * smooth_base(logit)
-                      : 0.0;
-    const RowStats<float> stats{by_target ? logit : exponent / kLog2e, float(by_target ? relative : exact), logit,
-                                float(smooth)};
-    const float multiplier = p.row.token_weight ? static_cast<const float*>(p.row.token_weight)[i + p.row.shift] : 1.f;
-    const float upstream = p.row.upstream ? static_cast<const float*>(p.row.upstream)[i * p.row.upstream_stride] : 1.f;
+    if (!p.repair) mark_if_bad(p.rows, k, sum.exact);
+    const float z = p.rows.target_logit[k], scale = constants.logit_scale;
     const int target = p.rows.target[k];
     const float* weights = static_cast<const float*>(p.row.weight);
     const float target_weight = !weights ? 1.f : target >= 0 ? weights[target] : NAN;
-    r = row_result(stats, constants, target_weight, multiplier, upstream);
-    v = by_target && exact != 0 ? r.slope * exp2f(above) : r.slope;
-    if (cap > 0.f) r.target *= softcap_slope(z * constants.logit_scale, constants.softcap);
+    const double residue = p.row.options.softcap > 0 ? sum.rounded : sum.exact - sum.rounded;
+    found = row_gradient(p.row, constants, i, p.rows.exponent[k], sum.exact, float(residue), z, target_weight,
+                         p.rows.smooth ? p.rows.smooth + k : nullptr);
     if (p.rows.best) {
+      float2 best = sum.best;
       // A scale of 0 makes all logits equal, and the first class wins.
       if (scale == 0.f) best = make_float2(0.f, __int_as_float(target == 0 && p.row.num_classes > 1 ? 1 : 0));
-      if (target >= 0) take(make_float2(scale == 0.f ? 0.f : scale > 0.f ? z : -z, __int_as_float(target)));
-      const int found = __float_as_int(best.y), last = int(p.row.num_classes) - 1;
-      predicted = found < last ? found : last;  // a row of NaN or -inf has found none
+      if (target >= 0)
+        take_larger(best, make_float2(scale == 0.f ? 0.f : scale > 0.f ? z : -z, __int_as_float(target)));
+      const int last = int(p.row.num_classes) - 1;
+      predicted = min(__float_as_int(best.y), last);  // a row of NaN or -inf has found none
       correct = predicted == target ? 1.f : 0.f;
     }
-    // The target takes what rounding E left over, so that the row of gradients sums to what it should.
-    g = r.target + v * float(cap > 0.f ? rounded : exact - rounded);
-    // Smoothing's share is taken off all classes at once, the target included, which r.target has without it.
-    if (p.rows.smooth) g = fmaf(r.offset, target_weight, g);
   }
-  p.rows.v[k] = v;
-  if (k < live) p.rows.g_target[chunk.first + k] = g;
-  if (k < live && p.rows.offset) p.rows.offset[chunk.first + k] = r.offset;
-  if (p.row.ce) static_cast<float*>(p.row.ce)[i] = r.ce;
-  if (p.row.z) static_cast<float*>(p.row.z)[i] = r.z;
-  if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = r.logsumexp;
+  p.rows.v[k] = found.v;
+  if (k < live) p.rows.g_target[chunk.first + k] = found.g;
+  if (k < live && p.rows.offset) p.rows.offset[chunk.first + k] = found.row.offset;
+  if (p.row.ce) static_cast<float*>(p.row.ce)[i] = found.row.ce;
+  if (p.row.z) static_cast<float*>(p.row.z)[i] = found.row.z;
+  if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = found.row.logsumexp;
   if (p.row.correct) p.row.correct[i] = correct;
   if (p.row.predicted) p.row.predicted[i] = predicted;
 }
@@ -181,23 +117,7 @@ __device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const Chu
   for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kSlices) {
     const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + r;
     if (k >= chunk.live) return;
-    const float factor = p.rows.v[k] * alpha;
-    Pack<__nv_bfloat16>* x =
-        reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
-    constexpr int kBatch = 4;  // loads in flight
-    for (int64_t i = threadIdx.x % kWarp; i < p.hidden / 8; i += kBatch * kWarp) {
-      Pack<__nv_bfloat16> a[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-        if (i + b * kWarp < p.hidden / 8) a[b] = x[i + b * kWarp];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (i + b * kWarp >= p.hidden / 8) break;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) a[b].v[e] = __float2bfloat16_rn(to_float(a[b].v[e]) * factor);
-        x[i + b * kWarp] = a[b];
-      }
-    }
+    scale_row(p.gathered, k, p.hidden, p.rows.v[k] * alpha);
   }
 }
 
@@ -215,7 +135,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
 __device__ __forceinline__ int32_t sort_key(const FusedSortParams& p, int64_t i) {
   int64_t t = p.num_classes;
   if (i < int64_t(p.counts[kCountRows])) {
-    t = p.targets[p.row_index[i] + p.shift];
+    t = p.targets[p.row_index[i] + p.shift] - p.first_class;
     if (t < 0 || t > p.num_classes) t = p.num_classes;
   }
   return int32_t(t);

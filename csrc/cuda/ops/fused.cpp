@@ -1,8 +1,7 @@
 // The chunk loop of the Hopper path: gather, E, losses, dX, dW, with every count on the device. kernels/fused.h names
 // the pieces.
-#include "../kernels/fused.h"
 #include "../../common/workspace.h"
-#include "../backend.h"
+#include "fused_plan.h"
 
 namespace syncfree {
 #ifndef SYNCFREE_HOPPER
@@ -19,14 +18,6 @@ FlceGradients CudaBackend::run_fused(const FlceProblem&, const LossInputs&, cons
 #else
 
 namespace {
-
-bool is_aligned16(const void* p) {
-  return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
-}
-
-// Rounding a sum to 24 bits once a chunk: the errors add up like a random walk, to sqrt(chunks) / 256 of the one rounding
-// of the result at most.
-constexpr int64_t kMaxSplitChunks = 4096;
 
 // Of softcaps, whose logarithms the kernels take to float32: none that any model has lies outside.
 constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 1e6;
@@ -72,7 +63,7 @@ struct Scratch {
     zeros = carver.take<int32_t>(has.smoothing && need.dw ? classes : 0);
     padded = has.bias || has.softcap ? tiles * kLogitsTileColumns : 0;
     bias = carver.take<float>(padded);
-    bias_sums = carver.take<float>(need.db ? fused_bias_gradient_scratch(round_up(classes, 64)) : 0);
+    bias_sums = carver.take<float>(need.db ? fused_bias_gradient_scratch(fused_pitch(classes)) : 0);
     row_sums = carver.take<float>(has.smoothing ? fused_row_sum_scratch(hidden) : 0);
     smooth_w = carver.take<float>(has.smoothing ? hidden : 0);
     smooth_x = carver.take<float>(has.smoothing ? hidden : 0);
@@ -94,29 +85,6 @@ struct Scratch {
   }
 };
 
-// E takes no more than the default workspace (lean: half of it), and no more than dW where 2048 rows do not need more.
-// Of the sizes from there to half of it, the one that keeps the multiprocessors busiest.
-ChunkPlan plan(const FlceProblem& problem, const LossInputs& in, int64_t e_row_bytes, bool need_dw) {
-  if (problem.chunk_rows)
-    return plan_chunks(in.rows, e_row_bytes, problem.chunk_rows, 0, 0, 1, CudaBackend::kRowMultiple);
-  const auto plan_for = [&](int64_t workspace, int64_t least) {
-    return plan_chunks(in.rows, e_row_bytes, 0, 0, workspace, least, kRowGroup);
-  };
-  const int64_t most = std::max<int64_t>(problem.hidden, 2048) * e_row_bytes,
-                budget = CudaBackend::kDefaultWorkspace / (problem.lean ? 2 : 1);
-  ChunkPlan best = problem.workspace_bytes ? plan_for(problem.workspace_bytes, 1)
-                                           : plan_for(std::min(budget, most), CudaBackend::kMinRows);
-  const auto cost = [&](const ChunkPlan& p) {
-    return fused_cost(in.rows, p.rows, in.num_classes, problem.hidden, need_dw);
-  };
-  const int64_t least = best.rows / 2;
-  for (int64_t size = best.rows - kRowGroup; size >= least && size >= kRowGroup; size -= kRowGroup) {
-    const ChunkPlan other = plan_for(size * e_row_bytes, 1);
-    if (cost(other) < cost(best)) best = other;
-  }
-  return best;
-}
-
 // Label smoothing is taken off beside the products, which have been rounded by then: fine as long as not most of a
 // gradient goes away again. The epilogues of softcap and of smoothing do not combine.
 bool fuses_options(const LossOptions& o) {
@@ -128,20 +96,18 @@ bool fuses_options(const LossOptions& o) {
 }  // namespace
 
 bool CudaBackend::fuses(const FlceProblem& problem, const LossInputs& in) const {
-  const auto wide = [](ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Float; };
-  const int64_t hidden = problem.hidden, element = int64_t(problem.input.element_size());
-  return problem.compute == ScalarType::BFloat16 && wide(problem.input.scalar_type()) && wide(problem.weight_leaf) &&
-         in.rows > 0 && hidden % 8 == 0 && pitch_of(problem.weight) % 8 == 0 &&
-         pitch_of(problem.input) * element % 16 == 0 && is_aligned16(problem.weight.const_data_ptr()) &&
-         is_aligned16(problem.input.const_data_ptr()) && fuses_options(in.options) && fused_supported_device();
+  return fuses_dtypes(problem.compute, problem.input.scalar_type(), problem.weight_leaf) && in.rows > 0 &&
+         problem.hidden % 8 == 0 && has_aligned_rows(problem.weight) && has_aligned_rows(problem.input) &&
+         fuses_options(in.options) && fused_supported_device();
 }
 
 FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInputs& in, const Counts& counts,
                                      const Upstream& upstream, const LossOutputs* outputs, FlceNeeds need) {
   const Tensor &x = problem.input, &w = problem.weight;
   const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;
-  const int64_t e_pitch = round_up(classes, 64);
-  const ChunkPlan chunks = plan(problem, in, e_pitch * 2, need.dw);
+  const int64_t e_pitch = fused_pitch(classes);
+  const ChunkPlan chunks =
+      fused_plan(rows, classes, hidden, problem.chunk_rows, problem.workspace_bytes, problem.lean, need.dw);
   FlceGradients out{
       need.dx ? new_empty(x, {rows, hidden}, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
       need.dw ? new_empty(x, {classes, hidden}, problem.weight_leaf) : new_empty(x, {0}, problem.weight_leaf),

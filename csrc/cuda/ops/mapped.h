@@ -1,4 +1,4 @@
-// The one op that exists for CUDA alone.
+// The op of the training loop that exists for CUDA alone.
 #pragma once
 
 #include <tuple>
