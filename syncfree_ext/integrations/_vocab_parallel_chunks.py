@@ -119,6 +119,7 @@ class GeneralChunks(_Chunks):
         """Losses, the gradient of the logits, and this slice's share of dX."""
         run, need = self.run, self.need
         need_gradient = need.dx or need.dw or need.db
+        dx_sum: Tensor
         dx_sum, alpha = _syncfree.flce_shard_gradient.default(
             self._logits,
             self._stats,
@@ -265,6 +266,7 @@ class FusedChunks(_Chunks):
     def gradient(self, first: int) -> Tensor:
         """Losses, the factors of E, and this slice's share of dX."""
         run, need = self.run, self.need
+        dx_sum: Tensor
         dx_sum, self._v = _syncfree.flce_shard_fused_gradient.default(
             self._e,
             self._slice_stats,

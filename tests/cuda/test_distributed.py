@@ -20,7 +20,7 @@ from syncfree_ext.integrations.distributed import (
     vocab_parallel_linear_cross_entropy,
 )
 from test_data_parallel import ddp_gradients, fsdp_gradients, whole_batch_gradients
-from test_values import reference_of
+from test_values import PLAIN_ARRAY, reference_of
 from test_vocab_parallel import ARRAY, check, joined, plain_call, seed_of
 from tolerances import PRECISION, assert_close_rel, assert_equal
 
@@ -72,6 +72,70 @@ def test_bitwise_repeatable(gpus: Ranks, rng: torch.Generator) -> None:
         again = joined(gpus(score, call, "xw", chunk_rows=256, device="cuda", **ALL_EXTRAS))
         for a, b in zip((*first[0], *first[1][0][:2]), (*again[0], *again[1][0][:2]), strict=True):
             assert_equal(a, b)
+
+
+SLICES = ("plain", "dtensor", "uneven")
+
+
+@pytest.mark.parametrize("case", PLAIN_ARRAY, ids=[f"{i:02}-{case_id(case)}" for i, case in enumerate(PLAIN_ARRAY)])
+def test_plain_options(case: dict[str, Any], gpus: Ranks, rng: torch.Generator) -> None:
+    """bfloat16 with options that are scalars of a row: the Hopper path, where there is one."""
+    call = build(case, rng)
+    kind = SLICES[case["h"] % 3] if case["v"] > 2 else "uneven"
+    answers = gpus(score, call, "xw", kind, seed_of(rng), device="cuda", chunk_rows=case["chunk_rows"], **ALL_EXTRAS)
+    check(call, answers, "xw")
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.95, 1.0])
+def test_ignored_rows(ignored: float, lean: bool, gpus: Ranks, rng: torch.Generator) -> None:
+    """The rest is as without them, and the same bits every time."""
+    call = plain_call("unit", 2000, 256, 4096, torch.bfloat16, rng, z_loss_weight=1e-3)
+    call.target[torch.rand(2000, generator=rng) < ignored] = -100
+    more: dict[str, Any] = {"chunk_rows": 512, "accum_dtype": torch.bfloat16 if lean else None, **ALL_EXTRAS}
+    answers = gpus(score, call, "xw", device="cuda", **more)
+    if not lean:
+        check(call, answers, "xw")
+    out, [(dx, dw, _)] = joined(answers)
+    assert not dx[call.target == -100].any()
+    assert dw.any() == (ignored < 1)
+    for _ in range(2):
+        again, [(dx_again, dw_again, _)] = joined(gpus(score, call, "xw", device="cuda", **more))
+        for a, b in zip((*out, dx, dw), (*again, dx_again, dw_again), strict=True):
+            assert_equal(a, b)
+
+
+def peak_of_a_step(call: Call, chunk_rows: int) -> tuple[int, bool]:
+    """Bytes above the leaves, and whether the Hopper path took the call."""
+    x = call.input.cuda().requires_grad_()
+    w = own(call.linear_weight.requires_grad_(), "plain", 0).detach().cuda().requires_grad_()
+    target = call.target.cuda()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = vocab_parallel_linear_cross_entropy(
+            x, w, target, num_classes=len(call.linear_weight), chunk_rows=chunk_rows
+        )
+        return torch.autograd.grad(loss, (x, w))
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = step()
+    torch.cuda.synchronize()
+    del gradients
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.get_device_capability() == (9, 0)
+
+
+def test_memory(gpus: Ranks, rng: torch.Generator) -> None:
+    """The gradients, dW's low bytes, a chunk of E, and what has a row's size."""
+    bt, h, v, chunk, mib = 4096, 512, 65536, 512, 2**20
+    call = plain_call("unit", bt, h, v, torch.bfloat16, rng)
+    for peak, fused in gpus(peak_of_a_step, call, chunk):
+        gradients, e = bt * h * 2 + v // 2 * h * 2, chunk * v // 2 * 2
+        low, general = v // 2 * h, 2 * e + v // 2 * h * 4
+        assert peak <= gradients + (e + low if fused else general) + 10 * mib
 
 
 def test_a_target_out_of_range(gpus: Ranks, rng: torch.Generator) -> None:
