@@ -1,8 +1,8 @@
 """The ops of the Hopper path over a slice of the vocabulary in plain PyTorch, for the CPU.
 
 Importing this gives the CPU these ops, so that the driver between them is tested without a GPU. Numbers are rounded
-where the kernels round them: E and v x to bfloat16, sums and factors of a row to float32. The sums of a product are
-exact, and dW has one more float32 sum a chunk.
+where the kernels round them: E and v x to bfloat16, sums and factors of a row to float32, dW to what holds it, once a
+chunk. The sums within a product are exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG2_E = 1 / math.log(2)
 _library = torch.library.Library("syncfree", "IMPL")
 
 
-def chunk_rows(counts: Tensor, order: Tensor, first_row: int, size: int) -> tuple[slice, Tensor, Tensor]:
+def _chunk(counts: Tensor, order: Tensor, first_row: int, size: int) -> tuple[slice, Tensor, Tensor]:
     """Positions of the live rows of a chunk, these rows, and the ignored rows that the other slots stand for."""
     n, index = int(counts[0]), first_row // size
     chunks = -(-n // size)
@@ -52,9 +52,32 @@ def begin(
     logits[:n].masked_fill_(~_inside(t, 0, num_classes), math.nan)
     own = _inside(t, first_class, classes)
     logits[:n][own] = (x[own] * linear_weight.double()[t[own] - first_class]).sum(1).float()
-    kept = t - first_class if need_dw else t[:0]
-    dw = torch.full((classes, hidden) if need_dw else (0,), math.nan, dtype=torch.float32)
-    return logits, kept, dw.to(torch.float32), torch.empty(0, dtype=torch.uint8)
+    class_rows = torch.full((4 * len(rows) + 2 * classes if need_dw else 0,), -1, dtype=torch.int32)
+    if need_dw:
+        class_rows[:n] = t - first_class
+    exact = weight_dtype == torch.bfloat16 and not lean
+    split = exact and classes % 64 == 0 and hidden % 128 == 0
+    dw = torch.empty(
+        (classes, hidden) if need_dw else (0,), dtype=torch.float32 if exact and not split else weight_dtype
+    )
+    return logits, class_rows, dw, torch.empty(classes * hidden if need_dw and split else 0, dtype=torch.uint8)
+
+
+def _sum_so_far(dw: Tensor, low: Tensor) -> Tensor:
+    """In float32, from a bfloat16 dw with its eight further bits."""
+    if not low.numel():
+        return dw.float()
+    return ((dw.view(torch.int16).int() << 16) | (low.view(dw.shape).int() << 8)).view(torch.float32)
+
+
+def _keep(total: Tensor, dw: Tensor, low: Tensor) -> None:
+    """Rounded once, to 24 bits where there are as many."""
+    if not low.numel():
+        dw.copy_(total)
+        return
+    bits = total.float().contiguous().view(torch.int32) + 0x80
+    dw.view(torch.int16).copy_(bits >> 16)
+    low.copy_(((bits >> 8) & 0xFF).flatten())
 
 
 def logits(
@@ -103,9 +126,6 @@ def logits(
         else:
             largest[here], predicted_tokens[live] = -math.inf, torch.iinfo(torch.int64).max
     return gathered, e, stats
-
-
-_chunk = chunk_rows
 
 
 def gradient(
@@ -171,7 +191,7 @@ def weight_gradient(
     n = len(live)
     gathered[:n] = (gathered[:n].float() * (v[:n] * counts[3].float())[:, None]).to(torch.bfloat16)
     part = (e[:n, : len(dw)].double().T @ gathered[:n].double()).float()
-    dw.copy_(dw + part if accumulate else part)
+    _keep(_sum_so_far(dw, dw_low) + part if accumulate else part, dw, dw_low)
 
 
 def add_targets(
@@ -179,10 +199,10 @@ def add_targets(
     dw_low: Tensor, out: Tensor | None = None,
 ) -> None:  # fmt: skip
     n = int(counts[0])
-    inside = _inside(class_rows, 0, len(dw))
+    inside = _inside(class_rows[:n], 0, len(dw))
     x = input.to(torch.bfloat16).double()[rows[:n].long()[inside]]
     g = target_gradients[:n][inside].double() * counts[3].float().double()
-    total = dw.double().index_add_(0, class_rows[inside], g[:, None] * x)
+    total = _sum_so_far(dw, dw_low).double().index_add_(0, class_rows[:n][inside], g[:, None] * x)
     (dw if out is None else out).copy_(total)
 
 

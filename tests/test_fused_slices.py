@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 import fused_slices  # gives the CPU the ops
 import syncfree_ext as sf
@@ -22,6 +23,7 @@ from helpers import poisoned_memory
 from syncfree_ext import functional
 from syncfree_ext.integrations import _vocab_parallel
 from syncfree_ext.integrations._vocab_parallel_chunks import FusedChunks
+from test_fakes import assert_fake_agrees
 from test_values import PLAIN_ARRAY, check_gradients, check_outputs, reference_of
 from tolerances import PRECISION, assert_close_rel, assert_equal, lean_bound, relative_error
 
@@ -241,3 +243,136 @@ def test_rows_that_are_not_aligned(rng: torch.Generator, device: torch.device) -
     assert_equal(again.loss, out.loss)
     for a, b in zip(gradients[:2], expected[:2], strict=True):
         assert_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------------- registrations
+
+ops = torch.ops.syncfree
+
+
+def all_calls(
+    rng: torch.Generator, device: torch.device, classes: int = 64, lean: bool = False
+) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Op, arguments and options of each step of the second of two chunks, from the results of the steps before."""
+    call = plain("unit", 300, 128, 320, rng, device)
+    call.target[::3] = -100
+    weight = call.linear_weight[64 : 64 + classes]
+    counts, order = ops.count_targets(call.target, 320)
+    place = {"first_class": 64, "num_classes": 320}
+    data = call.input, weight, call.target, counts, order
+    begin = data, {**place, "chunk_rows": 150, "weight_dtype": torch.bfloat16, "lean": lean}
+    target_logits, class_rows, dw, low = ops.flce_shard_fused_begin(*data, **begin[1])
+    predicted, largest = torch.empty(300, dtype=torch.int64, device=device), torch.empty(300, device=device)
+    second = {**place, "first_row": 150}
+    logits = (*data, target_logits), {**second, "chunk_rows": 150, "predicted_tokens": predicted, "largest": largest}
+    gathered, e, stats = ops.flce_shard_fused_logits(*logits[0], **logits[1])
+    rows = torch.empty((4, 300), device=device).unbind()
+    gradient = (e, stats, stats.clone(), *data[1:], *rows), second
+    dx_sum, v = ops.flce_shard_fused_gradient(*gradient[0], **second)
+    first_row = {"first_row": 150}
+    product = (e, gathered, v, counts, order, class_rows, dw, low), {**first_row, "accumulate": False}
+    ops.flce_shard_fused_weight_gradient(*product[0], **product[1])
+    targets = call.input, counts, order, class_rows, rows[0], dw, low
+    out = () if dw.dtype == torch.bfloat16 else (torch.empty_like(dw, dtype=torch.bfloat16),)
+    return {
+        "begin": (ops.flce_shard_fused_begin, *begin),
+        "begin without dw": (ops.flce_shard_fused_begin, data, {**begin[1], "need_dw": False}),
+        "logits": (ops.flce_shard_fused_logits, *logits),
+        "statistics": (ops.flce_shard_fused_logits, logits[0], {**second, "chunk_rows": 150, "need_e": False}),
+        "gradient": (ops.flce_shard_fused_gradient, *gradient),
+        "losses": (ops.flce_shard_fused_gradient, gradient[0][:-1], {**second, "need_dx": False}),
+        "weight gradient": (ops.flce_shard_fused_weight_gradient, *product),
+        "accumulate": (ops.flce_shard_fused_weight_gradient, product[0], {**first_row, "accumulate": True}),
+        "targets": (ops.flce_shard_fused_add_targets, (*targets, *out), {}),
+        "dx": (ops.flce_shard_fused_store_dx, (dx_sum, counts, order, torch.empty_like(call.input)), first_row),
+    }
+
+
+CALLS = (
+    "begin", "begin without dw", "logits", "statistics", "gradient", "losses", "weight gradient", "accumulate",
+    "targets", "dx",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("classes", [64, 40, 0])
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name: str, classes: int, device: torch.device, rng: torch.Generator) -> None:
+    op, args, options = all_calls(rng, device, classes)[name]
+    # The kernels leave rows past the live ones unwritten, so that two runs cannot be compared.
+    opcheck(op.default, args, options, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("classes", [64, 40, 0])
+def test_fakes(classes: int, lean: bool, device: torch.device, rng: torch.Generator) -> None:
+    for op, args, options in all_calls(rng, device, classes, lean).values():
+        returned = op(*args, **options)
+        if returned is None:
+            continue
+        assert_fake_agrees(op, *args, **options)
+
+
+def test_autograd_is_refused(device: torch.device, rng: torch.Generator) -> None:
+    for op, args, options in all_calls(rng, device).values():
+        with_grad = tuple(
+            a.detach().clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+        )
+        with pytest.raises(RuntimeError, match=f"syncfree::{op.__name__}: autograd is not supported"):
+            op(*with_grad, **options)
+
+
+WIDE = {"compute_dtype": torch.bfloat16, "weight_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": torch.float16}, {"weight_dtype": torch.float16}, {"biased": True},
+        {"label_smoothing": 0.1}, {"softcap": 30.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_left_to_the_general_path(options: dict[str, Any], device: torch.device) -> None:
+    x = torch.zeros(300, 64, dtype=torch.bfloat16, device=device)
+    assert ops.flce_shard_fused_rows(x, 1000, **WIDE | options) == 0
+    assert ops.flce_shard_fused_rows(x[:, :60], 1000, **WIDE) == 0
+    assert ops.flce_shard_fused_rows(x[:0], 1000, **WIDE) == 0
+    assert ops.flce_shard_fused_rows(x.half(), 1000, **WIDE) == 0
+
+
+@pytest.mark.cuda
+def test_the_rows_of_a_chunk(device: torch.device) -> None:
+    x = torch.zeros(5000, 4096, dtype=torch.bfloat16, device=device)
+    assert ops.flce_shard_fused_rows(x, 64128, **WIDE, chunk_rows=300) == 384
+    assert ops.flce_shard_fused_rows(x, 64128, **WIDE, chunk_rows=9000) == 5000
+    for more in ({}, {"lean": True}, {"workspace_bytes": 2**28}):
+        rows = ops.flce_shard_fused_rows(x, 64128, **WIDE, **more)
+        assert rows % 256 == 0
+        assert 0 < rows * 64128 * 2 <= more.get("workspace_bytes", 2**30)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("begin", {"first_class": 300}, "the slice must lie within the 320 classes, got 64 from 300"),
+        ("begin", {"chunk_rows": 0}, "a chunk must be one of those of 0 rows"),
+        ("begin", {"linear_weight": torch.zeros(64, 128)}, "linear_weight must be bfloat16, got float32"),
+        ("logits", {"first_row": 100}, "a chunk must be one of those of 150 rows from row 0 on"),
+        ("logits", {"label_smoothing": 0.1}, "expected neither label_smoothing nor softcap"),
+        ("logits", {"largest": None}, "predicted_tokens and largest come together"),
+        ("logits", {"target_logits": torch.zeros(299)}, "target_logits must have shape"),
+        ("gradient", {"row_stats": torch.zeros(3, 150)}, "row_stats must have shape"),
+        ("gradient", {"ce": torch.zeros(299)}, "ce must have shape"),
+        ("weight gradient", {"dw_low": torch.zeros(7, dtype=torch.uint8)}, "dw_low must have shape"),
+        ("weight gradient", {"class_rows": torch.zeros(7, dtype=torch.int32)}, "class_rows must have shape"),
+        ("targets", {"dw_low": torch.zeros(7, dtype=torch.uint8)}, "dw_low must have shape"),
+        ("dx", {"dx": torch.zeros(300, 64)}, "dx must have shape"),
+    ],
+)
+def test_arguments(name: str, change: dict[str, Any], message: str, device: torch.device, rng: torch.Generator) -> None:
+    op, args, options = all_calls(rng, device)[name]
+    arguments = {a.name: value for a, value in zip(op.default._schema.arguments, args, strict=False)} | options
+    arguments |= {key: value.to(device) if isinstance(value, Tensor) else value for key, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        op(**arguments)
