@@ -26,6 +26,7 @@ from torch import Tensor
 os.environ.setdefault("SYNCFREE_SEED", "0")  # the property tests, whose checks are used here, draw theirs from it
 
 import loop_reference
+import syncfree_ext
 from cases import DTYPES, Call
 from exactness import check_gradients, check_values, exact
 from fuzz_guards import Guards
@@ -321,18 +322,11 @@ def select(case: Case) -> str:
             keys = loop_reference.philox_keys(seed, ids, length).view(shape)
     case.note(f"select {shape} size {size} {options}")
     held = {k: case.guards.hold(o, k) if isinstance(o, Tensor) else o for k, o in options.items()}
-    got = functional_masked_indices(case.guards.hold(mask, "mask"), size, **held)
+    got = syncfree_ext.masked_indices(case.guards.hold(mask, "mask"), size, **held)
     wanted = loop_reference.masked_indices(mask, size, keys, options.get("limit"), options["fill_value"])
     for name, a, b in zip(got._fields, got, wanted, strict=True):
         assert_equal(a, b, name)
     return "exact"
-
-
-def functional_masked_indices(*args: Any, **options: Any) -> Any:
-    """Through the package, so that a case goes the way of a user."""
-    import syncfree_ext
-
-    return syncfree_ext.masked_indices(*args, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import syncfree_ext
-from cases import Call
+from cases import Call, layout
 from exactness import _aligned
 from fuzz_cases import INTEGERS, LAYOUTS, OPS, Case, dtype_of
 from strategies import linear_call, linear_cases, logits_call, logits_cases
@@ -237,10 +237,9 @@ def _attempt(function: Any, positional: tuple[str, ...], args: Arguments, upstre
 
 
 def _fits(upstream: Any, loss: Tensor) -> bool:
-    return (
-        isinstance(upstream, Tensor)
-        and (upstream.shape, upstream.dtype, upstream.device) == (loss.shape, loss.dtype, loss.device)
-    )  # fmt: skip
+    if not isinstance(upstream, Tensor):
+        return False
+    return (upstream.shape, upstream.dtype, upstream.device) == (loss.shape, loss.dtype, loss.device)
 
 
 def _check_bad_is_seen(
@@ -343,8 +342,6 @@ def _mutated(case: Case, name: str, value: Any) -> Any:
             wrong = VALUES[:3] if info is None else tuple(i for i in INTEGERS if info.min <= i <= info.max)
             return _some(case, value, wrong)
         if way == "layout":
-            from cases import layout
-
             return layout(value, r.choice(LAYOUTS))
         if way == "grad" and value.is_floating_point():
             return value.clone().requires_grad_()
