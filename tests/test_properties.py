@@ -193,7 +193,9 @@ def test_every_way_to_a_gradient_gives_the_same(case: dict[str, Any], device: to
     assert_equal(loss, expected, "loss")
     # Copies lie in memory in another way, which on CUDA may choose other kernels.
     moved = (
-        mode == "saved tensor hooks" and device.type == "cuda" and {case["x_layout"], case["w_layout"]} != {"contiguous"}
+        mode == "saved tensor hooks"
+        and device.type == "cuda"
+        and {case["x_layout"], case["w_layout"]} != {"contiguous"}
     )
     if moved or (mode == "second backward" and call.options["reduction"] != "none"):
         # Or recomputed, with the upstream gradient applied in another place: not the same bits.

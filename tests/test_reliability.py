@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -255,6 +258,59 @@ def test_no_leaks(device: torch.device) -> None:
     soak_parts.leaks(device, 90)
 
 
+def calls_of_every_op() -> dict[str, Callable[[], Any]]:
+    """A small call of each, on the CPU."""
+    ops = torch.ops.syncfree
+    x, w, target = torch.randn(6, 8), torch.randn(9, 8), torch.randint(0, 8, (6,))
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    one, slots, mask = torch.ones(()), torch.zeros(2, 8, dtype=torch.int64), torch.ones(3, 9, dtype=torch.bool)
+
+    def loss(reduction: Any) -> None:
+        out = syncfree_ext.linear_cross_entropy(*leaves, target, reduction=reduction, weight=torch.ones(9))
+        torch.autograd.grad(out.sum(), leaves)
+
+    def logits() -> None:
+        torch.autograd.grad(syncfree_ext.cross_entropy(leaves[0], target, num_items=3), leaves[0])
+
+    def refused() -> None:
+        with contextlib.suppress(ValueError):
+            ops.count_targets(target, 9, reduction="neither")
+
+    def shard() -> None:
+        counts, rows = ops.count_targets(target, 9)
+        ops.flce_shard_logits(
+            x, w, target, counts, rows, first_class=0, num_classes=9, first_row=0, chunk_rows=6, reduction="sum"
+        )
+
+    return {
+        "mean": lambda: loss("mean"),
+        "none": lambda: loss("none"),
+        "logits": logits,
+        "count": lambda: ops.count_targets(target, 9),
+        "refused": refused,
+        "shard": shard,
+        "scale": lambda: ops.scale_unless_one_([one], one, [torch.empty(0)]),
+        "publish": lambda: ops.publish_(slots, [one], [0, 1], [2.0], first_integer_column=4, ticket=1),
+        "read": lambda: ops.read_slot(slots, 1),
+        "select": lambda: syncfree_ext.masked_indices(mask, 4, order="random", seed=3),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(calls_of_every_op()))
+def test_a_call_keeps_no_byte(name: str) -> None:
+    if not soak_parts._heap_bytes():
+        pytest.skip("this C library does not count")
+    call = calls_of_every_op()[name]
+    looks = []
+    for _ in range(5):
+        for _ in range(200):
+            call()
+        gc.collect()
+        looks.append(soak_parts._heap_bytes())
+    grown = [b - a for a, b in itertools.pairwise(looks)]
+    assert min(grown) < 200, f"{name}: the heap grew by {grown} bytes, each over 200 calls"
+
+
 @pytest.mark.parametrize("what", ["files", "Python objects", "heap bytes"])
 def test_leaks_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
@@ -330,7 +386,7 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text says what it was and holds the words that trainers look for; on CUDA it becomes torch's own error."""
     mask = torch.ones(1, 4, dtype=torch.bool)
-    text = r"syncfree: an allocation of 9007199254740992 bytes failed.* out of memory\."
+    text = r"syncfree: an allocation of 9007199254740992 bytes failed, probably: host out of memory\."
     with pytest.raises(RuntimeError, match=text):
         syncfree_ext.masked_indices(mask, 2**50)
 
@@ -338,7 +394,7 @@ def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     tensor = torch.zeros(1).as_subclass(OnCuda)
-    failed = RuntimeError("syncfree: an allocation of 77 bytes failed, probably because CUDA is out of memory.")
+    failed = RuntimeError("syncfree: an allocation of 77 bytes failed, probably: CUDA out of memory.")
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda *args, **options: asked.append((args, options["device"])))
     with pytest.raises(torch.OutOfMemoryError, match="77 bytes failed"):

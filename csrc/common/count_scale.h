@@ -10,7 +10,7 @@ namespace syncfree {
 
 template <class Backend>
 std::tuple<Tensor, Tensor> count_targets(Tensor target, int64_t num_classes, OptionalTensor weight,
-                                         OptionalTensor token_weight, OptionalTensor num_items, std::string reduction,
+                                         OptionalTensor token_weight, OptionalTensor num_items, Text reduction,
                                          int64_t ignore_index, int64_t shift) {
   Backend backend(target);
   const ScalarType acc =

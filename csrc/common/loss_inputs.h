@@ -8,10 +8,9 @@
 
 // The option arguments of the schemas, in their order.
 #define SF_OPTION_PARAMETERS                                                                                           \
-  OptionalTensor weight, OptionalTensor token_weight, OptionalTensor num_items, std::string reduction,                 \
-      int64_t ignore_index, double label_smoothing, std::optional<double> softcap, bool token_scaling,                 \
-      double logit_scale, double z_loss_weight, OptionalTensor logit_scale_tensor,                                     \
-      OptionalTensor z_loss_weight_tensor, int64_t shift
+  OptionalTensor weight, OptionalTensor token_weight, OptionalTensor num_items, Text reduction, int64_t ignore_index,  \
+      double label_smoothing, std::optional<double> softcap, bool token_scaling, double logit_scale,                   \
+      double z_loss_weight, OptionalTensor logit_scale_tensor, OptionalTensor z_loss_weight_tensor, int64_t shift
 #define SF_OPTION_ARGUMENTS                                                                                            \
   weight, token_weight, num_items, reduction, ignore_index, label_smoothing, softcap, token_scaling, logit_scale,      \
       z_loss_weight, logit_scale_tensor, z_loss_weight_tensor, shift
@@ -48,9 +47,9 @@ struct LossInputs {
              label_smoothing);
     SF_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, ": softcap must be > 0 and finite, got ",
              softcap.value_or(0));
-    options.reduction = reduction_of(op, reduction);
+    options.reduction = reduction_of(op, reduction.value);
     SF_CHECK(!num_items || options.reduction == Reduction::mean, op,
-             ": num_items is the divisor of reduction 'mean', got reduction '", reduction, "'");
+             ": num_items is the divisor of reduction 'mean', got reduction '", reduction.value, "'");
     target = flat(targets, ScalarType::Long);
     sequence = targets.size(targets.dim() - 1);
     this->shift = std::min(shift, sequence);  // further than the end is past the end, and sums of it do not overflow

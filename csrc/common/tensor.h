@@ -54,6 +54,12 @@ inline std::string message(const Parts&... parts) {
     if (!(ok)) throw std::invalid_argument(::syncfree::message(__VA_ARGS__));                                          \
   } while (0)
 
+// A `str` argument. torch's own conversion to std::string, compiled from the headers of 2.11 to 2.13, leaks a string in
+// each call.
+struct Text {
+  std::string value;
+};
+
 // Of a call through torch's C shims, whose checking macro has another name in each release.
 inline void check_shim(int32_t error, const char* call) {
   if (error != 0)
@@ -154,9 +160,8 @@ inline int32_t dtype_code(ScalarType type) {
 
 // torch's shims say that they failed, not why. syncfree_ext/ops.py reads this text, and finds out.
 [[noreturn]] inline void throw_allocation(const Tensor& like, int64_t bytes) {
-  throw std::runtime_error(message("syncfree: an allocation of ", bytes, " bytes failed, probably because ",
-                                   like.is_cpu() ? "the host" : "CUDA",
-                                   " is out of memory. torch has printed why on stderr"));
+  throw std::runtime_error(message("syncfree: an allocation of ", bytes, " bytes failed, probably: ",
+                                   like.is_cpu() ? "host" : "CUDA", " out of memory. torch has printed why on stderr"));
 }
 
 // Contiguous, on the device of `like`. Through the shim, since a call by name through the dispatcher costs several
@@ -238,3 +243,21 @@ inline void check_floating(const char* op, const char* name, const Tensor& t) {
 }
 
 }  // namespace syncfree
+
+namespace torch::stable::detail {
+
+template <>
+struct ToImpl<syncfree::Text> {
+  static syncfree::Text call(StableIValue value, uint64_t, bool) {
+    const StringHandle handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    syncfree::check_shim(torch_string_length(handle, &length), "torch_string_length");
+    syncfree::check_shim(torch_string_c_str(handle, &data), "torch_string_c_str");
+    syncfree::Text text{std::string(data, length)};
+    syncfree::check_shim(torch_delete_string(handle), "torch_delete_string");
+    return text;
+  }
+};
+
+}  // namespace torch::stable::detail

@@ -41,7 +41,10 @@ def liger_command(checkout: Path, arguments: list[str]) -> tuple[list[str], dict
     """The pytest command line that runs Liger's tests with this library in the place of its losses, and its PATHs."""
     paths = [checkout / "src", checkout, ROOT, ROOT / "tests", HERE]
     before = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []  # where this library may come from
-    env = {"PYTHONPATH": os.pathsep.join([*map(str, paths), *before]), "SYNCFREE_SEED": os.environ.get("SYNCFREE_SEED", "0")}
+    env = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *before]),
+        "SYNCFREE_SEED": os.environ.get("SYNCFREE_SEED", "0"),
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "liger_plugin", "-p", "no:cacheprovider"]
     # Liger's options of pytest may need plugins that are not here.
     command += ["-c", os.devnull, "--rootdir", str(checkout), "--tb=line", *arguments]
