@@ -85,7 +85,8 @@ def train(
     large = device.type == "cuda" if large is None else large
     vocab, width, layers, rows, length = (16384, 1024, 24, 8, 512) if large else (128, 32, 4, 2, 16)
     torch.manual_seed(0)
-    model = Model(vocab, width, layers).to(device)
+    with device:
+        model = Model(vocab, width, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     data = batches(device, vocab, rows, length + 1, "batch" not in without)
     total = torch.zeros((), device=device)
