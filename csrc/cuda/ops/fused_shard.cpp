@@ -26,17 +26,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flce_shard_fused_begin(Tensor, Tensor
 
 std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t,
                                                            int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor,
-                                                           OptionalTensor, std::string, int64_t, double,
-                                                           std::optional<double>, bool, double, double, OptionalTensor,
-                                                           OptionalTensor, int64_t, bool, OptionalTensor,
-                                                           OptionalTensor) {
+                                                           OptionalTensor, Text, int64_t, double, std::optional<double>,
+                                                           bool, double, double, OptionalTensor, OptionalTensor,
+                                                           int64_t, bool, OptionalTensor, OptionalTensor) {
   refuse();
 }
 
 std::tuple<Tensor, Tensor> flce_shard_fused_gradient(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                                      Tensor, Tensor, OptionalTensor, int64_t, int64_t, int64_t,
-                                                     OptionalTensor, OptionalTensor, OptionalTensor, std::string,
-                                                     int64_t, double, std::optional<double>, bool, double, double,
+                                                     OptionalTensor, OptionalTensor, OptionalTensor, Text, int64_t,
+                                                     double, std::optional<double>, bool, double, double,
                                                      OptionalTensor, OptionalTensor, int64_t, bool) {
   refuse();
 }
@@ -142,7 +141,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flce_shard_fused_begin(Tensor input, 
   CudaBackend backend(input);
   const Shard shard = fused_shard(op, linear_weight, first_class, num_classes, input);
   const LossInputs in(op, input, ScalarType::Float, input.size(0), num_classes, target, std::nullopt, std::nullopt,
-                      std::nullopt, "sum", 0, 0.0, std::nullopt, false, 1.0, 0.0, std::nullopt, std::nullopt, shift);
+                      std::nullopt, Text{"sum"}, 0, 0.0, std::nullopt, false, 1.0, 0.0, std::nullopt, std::nullopt,
+                      shift);
   const FusedChunk chunk = fused_chunk(op, counts, rows, input, 0, chunk_rows);
   SF_CHECK(rows.numel() == in.rows, op, ": rows must have one entry for each of ", in.rows, " rows, got ",
            shape_of(rows));
