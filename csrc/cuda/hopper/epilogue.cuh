@@ -119,85 +119,93 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
   [[maybe_unused]] const float to_cap = C::kLogit == Logit::capped ? scale * p.inverse_softcap : 0.f;
 
   constexpr int kColumns = C::kF32 ? 32 : 64;
+  constexpr int kParts = C::kBN / kColumns;
+#pragma unroll 1
+  for (int turn = 0; turn < (C::kLoops ? kParts : 1); ++turn)
 #pragma unroll
-  for (int chunk = 0; chunk < C::kBN / kColumns; ++chunk) {
-    const uint32_t buffer = staging + (wg * C::kBuffers + chunk % C::kBuffers) * C::kBuffer;
-    uint32_t packed[C::kF32 ? 1 : 16];  // arithmetic first, so that it overlaps the copy engine's read of the buffer
-    if constexpr (!C::kF32) {
+    for (int part = 0; part < (C::kLoops ? 1 : kParts); ++part) {
+      const int chunk = turn + part;
+      const uint32_t buffer = staging + (wg * C::kBuffers + chunk % C::kBuffers) * C::kBuffer;
+      uint32_t packed[C::kF32 ? 1 : 16];  // arithmetic first, so that it overlaps the copy engine's read of the buffer
+      if constexpr (!C::kF32) {
 #pragma unroll
-      for (int q = 0; q < 16; ++q) {
-        const float* v = acc + chunk * 32 + q * 2;
-        [[maybe_unused]] float biased[2];
-        if constexpr (C::kBiased) {
-          const float2 b = reinterpret_cast<const float2*>(p.bias + col)[(lane & 3) + chunk * 32 + (q & ~1) * 2];
-          biased[0] = v[0] + b.x, biased[1] = v[1] + b.y;
-          v = biased;
-        }
-        if constexpr (C::kArgmax) {
+        for (int q = 0; q < 16; ++q) {
+          const float* v = acc + (C::kLoops ? 0 : chunk * 32) + q * 2;
+          [[maybe_unused]] float biased[2];
+          if constexpr (C::kBiased) {
+            const float2 b = reinterpret_cast<const float2*>(p.bias + col)[(lane & 3) + chunk * 32 + (q & ~1) * 2];
+            biased[0] = v[0] + b.x, biased[1] = v[1] + b.y;
+            v = biased;
+          }
+          if constexpr (C::kArgmax) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& best = (q & 1) ? best1 : best0;
-            int& at = (q & 1) ? at1 : at0;
-            if (v[e] * sense > best) best = v[e] * sense, at = chunk * 32 + q * 2 + e;
+            for (int e = 0; e < 2; ++e) {
+              float& best = (q & 1) ? best1 : best0;
+              int& at = (q & 1) ? at1 : at0;
+              if (v[e] * sense > best) best = v[e] * sense, at = chunk * 32 + q * 2 + e;
+            }
+          }
+          if constexpr (C::kRowExp && C::kLogit == Logit::capped) {
+            const float k = (q & 1) ? -k1 : -k0;
+            float all[2], stored[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const Softcapped s = softcapped(v[e] * to_cap);
+              const float power = exp2_ftz(fmaf(s.tanh, p.softcap, k));
+              const bool outside = __float_as_uint(acc[q * 2 + e]) == kOutside;
+              all[e] = outside ? 0.f : power, stored[e] = outside ? 0.f : power * s.slope;
+            }
+            packed[q] = pack_bf16(stored[0], stored[1]);
+            ((q & 1) ? exact1 : exact0) += all[0] + all[1];
+            ((q & 1) ? rounded1 : rounded0) +=
+                (stored[0] - __uint_as_float(packed[q] << 16)) + (stored[1] - __uint_as_float(packed[q] & 0xffff0000u));
+          } else if constexpr (C::kRowExp) {
+            const float k = (q & 1) ? -k1 : -k0;
+            float x = fmaf(v[0], scale, k), y = fmaf(v[1], scale, k);
+            // A bias may be huge: then the row's exponent is as exact as the logit that it comes from, rounded likewise.
+            if constexpr (C::kBiased) x = __fmul_rn(v[0], scale) + k, y = __fmul_rn(v[1], scale) + k;
+            x = exp2_ftz(x), y = exp2_ftz(y);
+            packed[q] = pack_bf16(x, y);
+            ((q & 1) ? exact1 : exact0) += x + y;
+            ((q & 1) ? rounded1 : rounded0) +=
+                __uint_as_float(packed[q] << 16) + __uint_as_float(packed[q] & 0xffff0000u);
+          } else {
+            packed[q] = pack_bf16(v[0], v[1]);
           }
         }
-        if constexpr (C::kRowExp && C::kLogit == Logit::capped) {
-          const float k = (q & 1) ? -k1 : -k0;
-          float all[2], stored[2];
+      }
+      if constexpr (C::kStores) {
+        if (leader) tma_store_wait_read<C::kBuffers - 1>();
+        named_sync(1 + wg, 128);
+        if constexpr (C::kF32) {
+          const uint32_t base = buffer + (warp * 16 + (lane >> 2)) * 128 + (lane & 1) * 8;
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const Softcapped s = softcapped(v[e] * to_cap);
-            const float power = exp2_ftz(fmaf(s.tanh, p.softcap, k));
-            const bool outside = __float_as_uint(acc[chunk * 32 + q * 2 + e]) == kOutside;
-            all[e] = outside ? 0.f : power, stored[e] = outside ? 0.f : power * s.slope;
+          for (int j = 0; j < 4; ++j) {
+            const float* v = acc + chunk * 16 + j * 4;
+            const uint32_t at = base + (((j * 2 + ((lane & 3) >> 1)) ^ (lane >> 2)) << 4);
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 8 * 128), "f"(v[2]), "f"(v[3]) : "memory");
           }
-          packed[q] = pack_bf16(stored[0], stored[1]);
-          ((q & 1) ? exact1 : exact0) += all[0] + all[1];
-          ((q & 1) ? rounded1 : rounded0) +=
-              (stored[0] - __uint_as_float(packed[q] << 16)) + (stored[1] - __uint_as_float(packed[q] & 0xffff0000u));
-        } else if constexpr (C::kRowExp) {
-          const float k = (q & 1) ? -k1 : -k0;
-          float x = fmaf(v[0], scale, k), y = fmaf(v[1], scale, k);
-          // A bias may be huge: then the row's exponent is as exact as the logit that it comes from, rounded likewise.
-          if constexpr (C::kBiased) x = __fmul_rn(v[0], scale) + k, y = __fmul_rn(v[1], scale) + k;
-          x = exp2_ftz(x), y = exp2_ftz(y);
-          packed[q] = pack_bf16(x, y);
-          ((q & 1) ? exact1 : exact0) += x + y;
-          ((q & 1) ? rounded1 : rounded0) +=
-              __uint_as_float(packed[q] << 16) + __uint_as_float(packed[q] & 0xffff0000u);
         } else {
-          packed[q] = pack_bf16(v[0], v[1]);
+          const int staged = warp * 16 + (lane & 15);
+          const uint32_t base = buffer + staged * 128;
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            stmatrix4(base + (((j * 2 + (lane >> 4)) ^ (staged & 7)) << 4), packed[j * 4], packed[j * 4 + 1],
+                      packed[j * 4 + 2], packed[j * 4 + 3]);
+        }
+        fence_async_proxy();
+        named_sync(1 + wg, 128);
+        if (leader) {
+          tma_store<C::kAdd>(&p.d, buffer, col + chunk * kColumns, row);
+          tma_store_commit();
         }
       }
-    }
-    if constexpr (C::kStores) {
-      if (leader) tma_store_wait_read<C::kBuffers - 1>();
-      named_sync(1 + wg, 128);
-      if constexpr (C::kF32) {
-        const uint32_t base = buffer + (warp * 16 + (lane >> 2)) * 128 + (lane & 1) * 8;
+      if constexpr (C::kLoops) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* v = acc + chunk * 16 + j * 4;
-          const uint32_t at = base + (((j * 2 + ((lane & 3) >> 1)) ^ (lane >> 2)) << 4);
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 8 * 128), "f"(v[2]), "f"(v[3]) : "memory");
-        }
-      } else {
-        const int staged = warp * 16 + (lane & 15);
-        const uint32_t base = buffer + staged * 128;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          stmatrix4(base + (((j * 2 + (lane >> 4)) ^ (staged & 7)) << 4), packed[j * 4], packed[j * 4 + 1],
-                    packed[j * 4 + 2], packed[j * 4 + 3]);
-      }
-      fence_async_proxy();
-      named_sync(1 + wg, 128);
-      if (leader) {
-        tma_store<C::kAdd>(&p.d, buffer, col + chunk * kColumns, row);
-        tma_store_commit();
+        for (int i = 0; i < C::kBN / 2 - 32; ++i) acc[i] = acc[i + 32];
       }
     }
-  }
 
   if constexpr (C::kArgmax) {
     at0 = col + (at0 >> 2) * 8 + (lane & 3) * 2 + (at0 & 1);

@@ -217,10 +217,21 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
         for (int j = 0; j < C::kBN / 2; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
       const int out = row + (C::kPing ? 0 : wg * C::kMI * 64);
       // Rows up to the next multiple of 128 are written (as zeros): Bound::k reads them.
+      const auto is_stored = [&](int i) {
+        return out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live);
+      };
+      if constexpr (C::kLoops) {
+#pragma unroll 1
+        for (int i = 0; i < C::kMI; ++i) {
+          if (is_stored(i)) store_tile<C>(p, acc[0], staging, wg, out + i * 64, col, m_live, scale, last);
 #pragma unroll
-      for (int i = 0; i < C::kMI; ++i)
-        if (out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live))
-          store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale, last);
+          for (int j = 0; j < C::kBN / 2; ++j) acc[0][j] = acc[C::kMI - 1][j];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < C::kMI; ++i)
+          if (is_stored(i)) store_tile<C>(p, acc[i], staging, wg, out + i * 64, col, m_live, scale, last);
+      }
     }
     if constexpr (C::kStores) {
       if ((threadIdx.x & 127) == 0) tma_store_wait<0>();

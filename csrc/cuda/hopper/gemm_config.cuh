@@ -57,6 +57,10 @@ struct Config {
   static constexpr Bound kBound = BOUND_;
   static constexpr Logit kLogit = LOGIT_;
   static constexpr bool kBiased = LOGIT_ != Logit::plain;
+  // The arithmetic of an epilogue is written out for a whole tile, or where it is long, for a part of it that the other
+  // parts move down to in turn: a hundred kilobytes of code would be fetched once a tile.
+  static constexpr bool kLoops = kBiased && EPILOGUE_ != Epilogue::row_max;
+  static_assert(!kLoops || kMI <= 2);
   static constexpr bool kF32 = EPILOGUE_ == Epilogue::f32 || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kAdd = EPILOGUE_ == Epilogue::bf16_add || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;

@@ -19,8 +19,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem&, const LossInputs&, cons
 
 namespace {
 
-// Of softcaps, whose logarithms the kernels take to float32: none that any model has lies outside.
-constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 1e6;
+// Of softcaps. The capped logits are as exact as kernels/softcap.cuh makes them, absolutely.
+constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 100;
 
 template <class T>
 T* data(const Tensor& t) {
