@@ -40,6 +40,13 @@ def _inside(t: Tensor, first: int, classes: int) -> Tensor:
     return (t >= first) & (t < first + classes)
 
 
+def _capped(s: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """The logit and its derivative by s."""
+    if softcap is None:
+        return s, torch.ones_like(s)
+    return softcap * torch.tanh(s / softcap), 1 - torch.tanh(s / softcap) ** 2
+
+
 def begin(
     input: Tensor, linear_weight: Tensor, target: Tensor, counts: Tensor, rows: Tensor, *, first_class: int,
     num_classes: int, chunk_rows: int, weight_dtype: torch.dtype, shift: int = 0, lean: bool = False,
@@ -83,7 +90,7 @@ def _keep(total: Tensor, dw: Tensor, low: Tensor) -> None:
 def logits(
     input: Tensor, linear_weight: Tensor, target: Tensor, counts: Tensor, rows: Tensor, target_logits: Tensor, *,
     first_class: int, num_classes: int, first_row: int, chunk_rows: int, logit_scale: float = 1.0,
-    logit_scale_tensor: Tensor | None = None, shift: int = 0, need_e: bool = True,
+    logit_scale_tensor: Tensor | None = None, softcap: float | None = None, shift: int = 0, need_e: bool = True,
     predicted_tokens: Tensor | None = None, largest: Tensor | None = None, **_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scale = float(torch.tensor(logit_scale if logit_scale_tensor is None else float(logit_scale_tensor)).float())
@@ -96,16 +103,17 @@ def logits(
     local = torch.where(_inside(t, first_class, classes), t - first_class, -1)
     own = local >= 0
     product = (x.double() @ linear_weight.double().T).float()
-    z = (product.double() * (scale * LOG2_E)).float()
+    capped, slope = _capped(product.double() * scale, softcap)
+    z = (capped * LOG2_E).float()
     stats = torch.zeros(4, chunk_rows)
-    exponent = (target_logits[here] * (scale * LOG2_E)).round() + TARGET_EXPONENT
+    exponent = (_capped(target_logits[here].double() * scale, softcap)[0] * LOG2_E).round().float() + TARGET_EXPONENT
     found = torch.zeros(len(live)).masked_fill(~_inside(t, 0, num_classes), math.nan)
     found[own] = product[own].gather(1, local[own, None])[:, 0]
 
     def of(exponent: Tensor) -> tuple[Tensor, Tensor]:
         exact = torch.exp2(z - exponent[:, None])
         exact[own] = exact[own].scatter(1, local[own, None], 0.0)
-        return exact, exact.to(torch.bfloat16)
+        return exact, (exact * slope.float()).to(torch.bfloat16)
 
     exact, rounded = of(exponent)
     bad = exact.double().sum(1) > LARGEST_SUM
@@ -114,8 +122,8 @@ def logits(
         exact, rounded = of(exponent)
     e = torch.zeros(chunk_rows if need_e else 0, -(-classes // 64) * 64, dtype=torch.bfloat16)
     e[: len(live), :classes] = rounded[: len(e)]
-    total = exact.double().sum(1)
-    stats[:, : len(live)] = torch.stack((exponent, total.float(), found, (total - rounded.double().sum(1)).float()))
+    residue = (exact.double() * slope.float().double() - rounded.double()).sum(1)
+    stats[:, : len(live)] = torch.stack((exponent, exact.double().sum(1).float(), found, residue.float()))
     if predicted_tokens is not None and largest is not None:
         predicted_tokens[dead] = -1
         largest[len(largest) - int(len(rows) - counts[0]) :] = 0
@@ -133,8 +141,8 @@ def gradient(
     rows: Tensor, target_gradients: Tensor, ce: Tensor, z: Tensor, logsumexp: Tensor | None = None, *,
     first_class: int, num_classes: int, first_row: int, weight: Tensor | None = None,
     token_weight: Tensor | None = None, token_scaling: bool = False, logit_scale: float = 1.0,
-    logit_scale_tensor: Tensor | None = None, z_loss_weight: float = 0.0, z_loss_weight_tensor: Tensor | None = None,
-    shift: int = 0, need_dx: bool = True, **_options: Any,
+    logit_scale_tensor: Tensor | None = None, softcap: float | None = None, z_loss_weight: float = 0.0,
+    z_loss_weight_tensor: Tensor | None = None, shift: int = 0, need_dx: bool = True, **_options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scale = float(torch.tensor(logit_scale if logit_scale_tensor is None else float(logit_scale_tensor)).float())
     z_weight = z_loss_weight if z_loss_weight_tensor is None else float(z_loss_weight_tensor)
@@ -144,11 +152,12 @@ def gradient(
     exponent, total, own, residue = row_stats[:, :n].double()
     t = _targets(target, live, shift)
     # In float64, but for the factors that the kernels keep: log(1 + S 2^(k - z)) is the loss.
-    above = exponent - own * scale * LOG2_E
+    logit, slope = _capped(own * scale, softcap)
+    above = exponent - logit * LOG2_E
     ratio = total * torch.exp2(above)
     nll = torch.where(ratio.isinf(), total.log2() / LOG2_E + above / LOG2_E, torch.log1p(ratio))
     p_target = torch.exp(-nll)
-    lse = own * scale + nll
+    lse = logit + nll
     keep = (
         torch.ones(n)
         if weight is None
@@ -165,7 +174,7 @@ def gradient(
     v = torch.zeros(size)
     v[:n] = (top.float().double() * torch.exp2(slice_stats[0, :n].double() - exponent)).float()
     target_gradients[here] = (
-        factor * scale * (z_slope * p_target - keep * (1 - p_target)) + top.float().double() * residue
+        factor * scale * slope * (z_slope * p_target - keep * (1 - p_target)) + top.float().double() * residue
     ).float()
     ce[live], z[live] = (keep * nll * factor).float(), (z_weight * lse**2 * factor).float() if z_weight else 0.0
     ce[dead], z[dead] = 0, 0

@@ -54,7 +54,7 @@ def score(
     ends = [round(fraction * v) for fraction in cuts]
     options = functional._loss_options(
         "slices", call.input, v, call.target, o.get("weight"), o.get("token_weight"), o.get("num_items"),
-        o["reduction"], o.get("ignore_index"), 0.0, None, o.get("token_scaling", False), o["logit_scale"],
+        o["reduction"], o.get("ignore_index"), 0.0, o["softcap"], o.get("token_scaling", False), o["logit_scale"],
         o.get("z_loss_weight", 0.0), o["shift"],
     )  # fmt: skip
     per_row = o["reduction"] == "none"
@@ -116,8 +116,13 @@ def test_plain_options(case: dict[str, Any], rng: torch.Generator, device: torch
 
 
 @CUTS
-def test_class_weights(cuts: tuple[float, ...], rng: torch.Generator, device: torch.device) -> None:
-    call = plain("unit", 300, 64, 1001, rng, device, weight=torch.rand(1001, generator=rng).add(0.25).to(device))
+@pytest.mark.parametrize("name", ["class weights", "softcap", "both"])
+def test_options(name: str, cuts: tuple[float, ...], rng: torch.Generator, device: torch.device) -> None:
+    call = plain("confident", 300, 64, 1001, rng, device, z_loss_weight=1e-3, logit_scale=-0.7)
+    if name != "softcap":
+        call.options["weight"] = torch.rand(1001, generator=rng).add(0.25).to(device)
+    if name != "class weights":
+        call.options["softcap"] = 7.0
     ref = reference_of(call)
     out, gradients = score(call, cuts, chunk_rows=128)
     check_outputs(call, ref, out)
@@ -328,7 +333,7 @@ WIDE = {"compute_dtype": torch.bfloat16, "weight_dtype": torch.bfloat16}
     "options",
     [
         {"compute_dtype": torch.float16}, {"weight_dtype": torch.float16}, {"biased": True},
-        {"label_smoothing": 0.1}, {"softcap": 30.0},
+        {"label_smoothing": 0.1}, {"softcap": 1e7},
     ],
     ids=str,
 )  # fmt: skip
@@ -359,7 +364,7 @@ def test_the_rows_of_a_chunk(device: torch.device) -> None:
         ("begin", {"chunk_rows": 0}, "a chunk must be one of those of 0 rows"),
         ("begin", {"linear_weight": torch.zeros(64, 128)}, "linear_weight must be bfloat16, got float32"),
         ("logits", {"first_row": 100}, "a chunk must be one of those of 150 rows from row 0 on"),
-        ("logits", {"label_smoothing": 0.1}, "expected neither label_smoothing nor softcap"),
+        ("logits", {"label_smoothing": 0.1}, "expected no label_smoothing"),
         ("logits", {"largest": None}, "predicted_tokens and largest come together"),
         ("logits", {"target_logits": torch.zeros(299)}, "target_logits must have shape"),
         ("gradient", {"row_stats": torch.zeros(3, 150)}, "row_stats must have shape"),

@@ -232,7 +232,8 @@ struct FusedShardGatherParams {
 };
 
 // What is combined over the slices, planes of [size]: the exponent k that the row's E is relative to, the sum of E, the
-// target's logit (before logit_scale; 0 where another slice has it), and what rounding took from the sum.
+// target's logit (before logit_scale and softcap; 0 where another slice has it), and what rounding took from what is
+// stored of E.
 enum ShardStat { kShardExponent, kShardSum, kShardTarget, kShardResidue, kShardStats };
 
 struct FusedShardStatsParams {

@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(kThreads) shard_gather_kernel(const __grid_con
     out[i] = a;
   }
   if (threadIdx.x == 0) {
-    const float z = p.logits[chunk.first + k] * (float(option_logit_scale(p.options)) * kLog2e);
+    const float scale = float(option_logit_scale(p.options)) * kLog2e, cap = softcap_log2(p.options);
+    float z = p.logits[chunk.first + k] * scale;
+    if (cap > 0.f) z = softcapped(z / cap).tanh * cap;
     p.rows.exponent[k] = z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;  // as fused_gather_kernel
     p.rows.target[k] = target_in(p.slice, p.targets[row + p.shift]);
     p.rows.target_logit[k] = NAN;
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   p.stats[kShardExponent * size + k] = p.rows.exponent[k];
   p.stats[kShardSum * size + k] = float(sum.exact);
   p.stats[kShardTarget * size + k] = own;
-  p.stats[kShardResidue * size + k] = float(sum.exact - sum.rounded);
+  p.stats[kShardResidue * size + k] = float(p.options.softcap > 0 ? sum.rounded : sum.exact - sum.rounded);
   const int64_t row = chunk.row(p.chunk, k);
   if (!p.predicted || row < 0) return;
   int64_t predicted = -1;

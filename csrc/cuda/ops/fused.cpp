@@ -19,9 +19,6 @@ FlceGradients CudaBackend::run_fused(const FlceProblem&, const LossInputs&, cons
 
 namespace {
 
-// Of softcaps. The capped logits are as exact as kernels/softcap.cuh makes them, absolutely.
-constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 100;
-
 template <class T>
 T* data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
@@ -89,8 +86,7 @@ struct Scratch {
 // gradient goes away again. The epilogues of softcap and of smoothing do not combine.
 bool fuses_options(const LossOptions& o) {
   const bool smoothing = o.label_smoothing > 0, softcap = o.softcap > 0;
-  return o.label_smoothing <= 0.5 && !(smoothing && softcap) &&
-         (!softcap || (o.softcap >= kLeastSoftcap && o.softcap <= kMostSoftcap));
+  return o.label_smoothing <= 0.5 && !(smoothing && softcap) && fuses_softcap(o.softcap);
 }
 
 }  // namespace

@@ -22,6 +22,12 @@ inline bool fuses_dtypes(ScalarType compute, ScalarType input, ScalarType weight
   return compute == ScalarType::BFloat16 && wide(input) && wide(weight_leaf);
 }
 
+// Of softcaps, 0 being none. The capped logits are as exact as kernels/softcap.cuh makes them, absolutely.
+constexpr double kLeastSoftcap = 1e-6, kMostSoftcap = 100;
+inline bool fuses_softcap(double softcap) {
+  return softcap == 0 || (softcap >= kLeastSoftcap && softcap <= kMostSoftcap);
+}
+
 // Rows that the kernels can read 16 bytes at a time.
 inline bool has_aligned_rows(const Tensor& t) {
   return pitch_of(t) * int64_t(t.element_size()) % 16 == 0 &&

@@ -103,8 +103,9 @@ FusedSlice slice_of(const Shard& s) {
 }
 
 void check_options(const char* op, const LossInputs& in) {
-  SF_CHECK(in.options.label_smoothing == 0 && in.options.softcap == 0, op,
-           ": expected neither label_smoothing nor softcap; flce_shard_fused_rows says what is taken");
+  SF_CHECK(in.options.label_smoothing == 0 && fuses_softcap(in.options.softcap), op,
+           ": expected no label_smoothing and a softcap that is taken, which flce_shard_fused_rows says, got ",
+           in.options.label_smoothing, " and ", in.options.softcap);
 }
 
 // The lists of FusedSortParams over one tensor: 4 [rows] and 2 [classes] of int32.
@@ -125,7 +126,7 @@ void check_lists(const char* op, const Tensor& lists, int64_t rows, int64_t clas
 
 int64_t CudaBackend::fused_shard_rows(const FusedShardProblem& p) const {
   const bool fuses = fuses_dtypes(p.compute, p.input, p.weight_leaf) && p.rows > 0 && p.hidden % 8 == 0 && !p.biased &&
-                     p.label_smoothing == 0 && p.softcap == 0 && fused_supported_device();
+                     p.label_smoothing == 0 && fuses_softcap(p.softcap) && fused_supported_device();
   if (!fuses) return 0;
   // dW does not run beside dX, which is on its way to the other slices then.
   return fused_plan(p.rows, p.largest_slice, p.hidden, p.chunk_rows, p.workspace_bytes, p.lean, false).rows;
@@ -208,6 +209,8 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor input, Tensor 
   Tensor e = new_empty(input, {need_e ? size : 0, e_pitch}, ScalarType::BFloat16);
   Tensor stats = new_empty(input, {int64_t(kShardStats), size}, ScalarType::Float);
   FusedRows row_arrays{};
+  float* bias = nullptr;  // the epilogue of the softcap takes one: zeros
+  const int64_t padded = in.options.softcap > 0 ? tiles * kLogitsTileColumns : 0;
   const auto carve = [&](Carver carver) {
     row_arrays.exponent = carver.take<float>(size);
     row_arrays.target = carver.take<int32_t>(size);
@@ -217,6 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor input, Tensor 
     row_arrays.bad = carver.take<int32_t>(size);
     row_arrays.only = carver.take<int32_t>(ceil_div(size, kRowGroup));
     row_arrays.any = carver.take<int32_t>(1);
+    bias = carver.take<float>(padded);
     return carver.bytes();
   };
   const Tensor memory = new_bytes(input, carve(Carver()));
@@ -238,7 +242,7 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor input, Tensor 
   logits.gathered = gathered.const_data_ptr();
   logits.weight = shard.weight.const_data_ptr(), logits.weight_pitch = pitch_of(shard.weight);
   logits.num_classes = classes, logits.hidden = hidden;
-  logits.options = in.options;
+  logits.bias = bias, logits.options = in.options;
   logits.e = need_e ? e.mutable_data_ptr() : nullptr, logits.e_pitch = e_pitch;
   logits.rows = row_arrays;
   FusedShardStatsParams found{};
@@ -247,6 +251,7 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor input, Tensor 
   found.stats = data<float>(stats);
   found.predicted = predicted_tokens ? data<int64_t>(*predicted_tokens) : nullptr;
   found.largest = largest ? data<float>(*largest) : nullptr;
+  if (padded) CudaBackend::done(launch_fused_bias({nullptr, classes, padded, bias}, stream), "fused bias");
   if (classes) CudaBackend::done(launch_fused_logits(logits, stream), "fused logits");
   CudaBackend::done(launch_fused_shard_stats(found, stream), "fused statistics");
   if (classes) {
