@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 ROW_GROUP = 256
-TARGET_EXPONENT, LARGEST_SUM = 40.0, 2.0**60
+TARGET_EXPONENT, LARGEST_SUM, LARGEST_SCALED_SUM = 40.0, 2.0**60, 2.0**20
 LOG2_E = 1 / math.log(2)
 
 _library = torch.library.Library("syncfree", "IMPL")
@@ -90,7 +90,8 @@ def _keep(total: Tensor, dw: Tensor, low: Tensor) -> None:
 def logits(
     input: Tensor, linear_weight: Tensor, target: Tensor, counts: Tensor, rows: Tensor, target_logits: Tensor, *,
     first_class: int, num_classes: int, first_row: int, chunk_rows: int, logit_scale: float = 1.0,
-    logit_scale_tensor: Tensor | None = None, softcap: float | None = None, shift: int = 0, need_e: bool = True,
+    logit_scale_tensor: Tensor | None = None, softcap: float | None = None, token_scaling: bool = False,
+    shift: int = 0, need_e: bool = True,
     predicted_tokens: Tensor | None = None, largest: Tensor | None = None, **_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scale = float(torch.tensor(logit_scale if logit_scale_tensor is None else float(logit_scale_tensor)).float())
@@ -116,7 +117,7 @@ def logits(
         return exact, (exact * slope.float()).to(torch.bfloat16)
 
     exact, rounded = of(exponent)
-    bad = exact.double().sum(1) > LARGEST_SUM
+    bad = exact.double().sum(1) > (LARGEST_SCALED_SUM if token_scaling else LARGEST_SUM)
     if bad.any():
         exponent = torch.where(bad, z.max(1).values.round(), exponent)
         exact, rounded = of(exponent)

@@ -142,6 +142,17 @@ def test_one_class_far_above_the_target(
     compare(x, w, target, **more)
 
 
+@pytest.mark.parametrize("nats", [20, 40, 44, 50, 57, 64])
+def test_token_scaling_by_vanishing_probabilities(nats: float, rng: torch.Generator, device: torch.device) -> None:
+    """The target's probability is a factor of each gradient: e^-nats, and of most classes once more."""
+    x, w, _ = problem(rng, device, 256, 64)
+    target = torch.randint(1, 64, (256,), generator=rng).to(device)
+    x[:, 0] = 0.125
+    w[:, 0] = 0
+    w[0, 0] = nats / 0.125
+    compare(x, w, target, token_scaling=True, reduction="sum")
+
+
 @pytest.mark.parametrize("bad", [V, -1, 2**31, 2**63 - 1, -(2**63)])
 def test_target_out_of_range(bad: int, rng: torch.Generator, device: torch.device) -> None:
     x, w, target = problem(rng, device)

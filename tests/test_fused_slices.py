@@ -158,20 +158,36 @@ def test_ignored_rows(ignored: float, cuts: tuple[float, ...], rng: torch.Genera
 @pytest.mark.parametrize("where", ["the target's slice", "another slice", "both"])
 def test_rows_of_large_loss(nats: float, where: str, rng: torch.Generator, device: torch.device) -> None:
     """A slice takes another exponent where its logits are far above the target's; the other one need not."""
-    h, v = 64, 400
-    call = plain("unit", 600, h, v, rng, device)
-    x, w = call.input.float() * 0.1, call.linear_weight.float()
-    w[:, 0] = 0
-    high = {"the target's slice": [3], "another slice": [v - 3], "both": [3, v - 3]}[where]
-    w[high, 0] = nats / 8
-    x[::3, 0] = 8
-    call.input, call.linear_weight = x.bfloat16(), w.bfloat16()
-    call.target[:] = torch.randint(5, v // 2, (600,), generator=rng).to(device)
+    call = plain("unit", 600, 64, 400, rng, device)
+    raise_logits(call, nats, where, slice(None, None, 3), rng)
     ref = reference_of(call)
     assert float(ref.output.loss) > nats / 4
     out, gradients = score(call, (0.5, 1.0), chunk_rows=256)
     check_outputs(call, ref, out)
     check_gradients(call, ref, gradients, "xw")
+
+
+@pytest.mark.parametrize("nats", [30, 40, 50, 57, 64])
+@pytest.mark.parametrize("where", ["the target's slice", "another slice", "both"])
+def test_token_scaling_by_vanishing_probabilities(
+    nats: float, where: str, rng: torch.Generator, device: torch.device
+) -> None:
+    call = plain("unit", 300, 64, 400, rng, device, reduction="sum", token_scaling=True)
+    raise_logits(call, nats, where, slice(None), rng)
+    ref = reference_of(call)
+    _, gradients = score(call, (0.5, 1.0), chunk_rows=256)
+    check_gradients(call, ref, gradients, "xw")
+
+
+def raise_logits(call: Call, nats: float, where: str, rows: slice, rng: torch.Generator) -> None:
+    """One class of a slice, or of both halves, far above the targets, which are all of the first half."""
+    v = call.linear_weight.shape[0]
+    high = {"the target's slice": [3], "another slice": [v - 3], "both": [3, v - 3]}[where]
+    x, w = call.input.float() * 0.1, call.linear_weight.float()
+    w[:, 0], w[high, 0] = 0, nats / 8
+    x[rows, 0] = 8
+    call.input, call.linear_weight = x.bfloat16(), w.bfloat16()
+    call.target[:] = torch.randint(5, v // 2, call.target.shape, generator=rng).to(call.target)
 
 
 @pytest.mark.parametrize("bad", ["target", "input", "weight"])

@@ -82,7 +82,7 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
   float correct = 0.f;
   int predicted = -1;
   if (k < live) {
-    if (!p.repair) mark_if_bad(p.rows, k, sum.exact);
+    if (!p.repair) mark_if_bad(p.rows, k, sum.exact, p.row.options);
     const float z = p.rows.target_logit[k], scale = constants.logit_scale;
     const int target = p.rows.target[k];
     const float* weights = static_cast<const float*>(p.row.weight);

@@ -16,6 +16,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 // row is redone relative to its maximum.
 constexpr float kTargetExponent = 40.f;
 constexpr float kLargestSum = 1.152921504606847e18f;  // 2^60
+// With token scaling the probability of the target is a factor of v once more, which would leave it no range.
+constexpr float kLargestScaledSum = 1048576.f;  // 2^20
 
 constexpr int kRowsPerBlock = 32, kSlices = 8;
 
@@ -62,8 +64,8 @@ __device__ __forceinline__ TileSums sum_tiles(const FusedRows& rows, int64_t til
 }
 
 // A row whose E has left its range is marked for repair.
-__device__ __forceinline__ void mark_if_bad(const FusedRows& rows, int64_t k, double exact) {
-  if (!(exact > double(kLargestSum))) return;
+__device__ __forceinline__ void mark_if_bad(const FusedRows& rows, int64_t k, double exact, const LossOptions& o) {
+  if (!(exact > double(o.token_scaling ? kLargestScaledSum : kLargestSum))) return;
   rows.bad[k] = 1;
   rows.only[k / kRowGroup] = 1;
   *rows.any = 1;
@@ -80,8 +82,8 @@ __device__ __forceinline__ RowGradient row_gradient(const RowParams& p, const Ro
                                                     float exponent, double exact, float residue, float z,
                                                     float target_weight, const double* smooth_logits) {
   const float scale = constants.logit_scale * kLog2e, cap = softcap_log2(p.options);
-  // Relative to the target where that fits a float, which keeps the digits of small losses; else relative to the row's
-  // exponent.
+  // Relative to the target where that keeps the digits of small losses; else relative to the row's exponent, which leaves
+  // the factors of a row their range.
   const float capped = cap > 0.f ? softcapped(z * scale / cap).tanh : 0.f;
   const float above = cap > 0.f ? fmaf(-capped, cap, exponent)
                       : p.bias  ? exponent - __fmul_rn(z, scale)  // as E has it
@@ -89,7 +91,7 @@ __device__ __forceinline__ RowGradient row_gradient(const RowParams& p, const Ro
               logit = cap > 0.f ? capped * constants.softcap : z * constants.logit_scale;
   // Without other classes nothing is far below or above: where logits are huge, 2^above may be infinite.
   const double relative = exact == 0 ? 0 : exact * exp2(double(above));
-  const bool by_target = !(relative > 1e30);
+  const bool by_target = !(relative > 1e9);
   const double smooth =
       smooth_logits ? *smooth_logits * constants.logit_scale - p.chunk.counts[kCountClasses] * smooth_base(logit) : 0.0;
   const RowStats<float> stats{by_target ? logit : exponent / kLog2e, float(by_target ? relative : exact), logit,

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kSlices)
   if (threadIdx.x >= kRowsPerBlock || k >= size) return;
   float own = 0.f;
   if (is_live) {
-    if (!p.repair) mark_if_bad(p.rows, k, sum.exact);
+    if (!p.repair) mark_if_bad(p.rows, k, sum.exact, p.options);
     const int32_t t = p.rows.target[k];
     own = t >= 0 ? p.rows.target_logit[k] : t == kNoClass ? NAN : 0.f;
   }
