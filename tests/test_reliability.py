@@ -48,7 +48,7 @@ def tool(name: str) -> ModuleType:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_calls(kind: str, device: torch.device) -> None:
     seed = int(os.environ["SYNCFREE_SEED"])
-    for number in range(40):
+    for number in range(25):
         case = fuzz_cases.Case(seed, number, device)
         assert fuzz_cases.kind_of(case, (kind,)) == kind
         try:
@@ -255,7 +255,7 @@ def test_an_exit_that_complains_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_leaks(device: torch.device) -> None:
-    soak_parts.leaks(device, 90)
+    soak_parts.leaks(device, 32, looks=4)
 
 
 def calls_of_every_op() -> dict[str, Callable[[], Any]]:
@@ -325,6 +325,7 @@ def test_leaks_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(soak_parts, "_everything", leaking)
+    monkeypatch.setattr(soak_parts, "_torch_alone", lambda *_: None)
     if what == "heap bytes" and not soak_parts._heap_bytes():
         pytest.skip("this C library does not count")
     with pytest.raises(AssertionError, match=f"{what} grew by"):
