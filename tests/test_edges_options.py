@@ -228,9 +228,9 @@ def test_only_the_target_is_left(rng: torch.Generator, device: torch.device) -> 
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("softcap", [1e-9, 1e-6, 0.1, 100.0, 1e4, 1e9])
+@pytest.mark.parametrize("softcap", [0.01, 0.1, 30.0, 100.0, 1e4, 1e9])
 def test_softcaps_of_any_size(softcap: float, rng: torch.Generator, device: torch.device) -> None:
-    """From one that leaves no difference between the logits to one that changes nothing."""
+    """From one that all but a few logits have reached to one that changes nothing."""
     x, w, target = problem(rng, device)
     for factor in (1, 30):
         compare(x * factor, w, target, None, softcap=softcap, reduction="sum")

@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
   [[maybe_unused]] const float to_cap = C::kLogit == Logit::capped ? scale * p.inverse_softcap : 0.f;
 
   constexpr int kColumns = C::kF32 ? 32 : 64;
-  constexpr int kParts = C::kBN / kColumns;
+  constexpr int kParts = C::kBN / kColumns;  // written out, or in turns (kLoops)
 #pragma unroll 1
   for (int turn = 0; turn < (C::kLoops ? kParts : 1); ++turn)
 #pragma unroll
@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
           } else if constexpr (C::kRowExp) {
             const float k = (q & 1) ? -k1 : -k0;
             float x = fmaf(v[0], scale, k), y = fmaf(v[1], scale, k);
-            // A bias may be huge: then the row's exponent is as exact as the logit that it comes from, rounded likewise.
+            // A bias may be huge: then the row's exponent is as exact as the logit that it comes from, rounded alike.
             if constexpr (C::kBiased) x = __fmul_rn(v[0], scale) + k, y = __fmul_rn(v[1], scale) + k;
             x = exp2_ftz(x), y = exp2_ftz(y);
             packed[q] = pack_bf16(x, y);

@@ -37,9 +37,9 @@ enum class Epilogue {
   rows_smoothed,
   rows_share
 };
-// The logit that row_.. epilogues are about: the product alone, with a bias, or with a bias and a softcap. With a softcap
-// E times the derivative of the cap is stored, and beside the sum of E itself goes what rounding took from what is
-// stored.
+// The logit that row_.. epilogues are about: the product alone, with a bias, or with a bias and a softcap. With a
+// softcap E times the derivative of the cap is stored, and beside the sum of E itself goes what rounding took from what
+// is stored.
 enum class Logit { plain, biased, capped };
 // What the count in device memory bounds: rows of D, or the reduction.
 enum class Bound { m, k };

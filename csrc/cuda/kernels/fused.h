@@ -163,19 +163,23 @@ struct FusedBiasParams {
   float* out;  // [padded]
 };
 
-// sum = sum over rows r of factor[r] * matrix[index[r]], rounded to bfloat16 first; beside_sum = that of factor * beside.
+constexpr int kRowSumSlices = 256;
+
+// sum = sum over rows r of factor[r] * matrix[index[r]], rounded to bfloat16 first; beside_sum = that of factor[r] *
+// beside[r]. In slices, which are then added up in order.
 struct FusedRowSumParams {
   const void* matrix;
   DType dtype;
   int64_t pitch, hidden;
-  int64_t count;         // rows,
-  const double* counts;  // or the live ones, if not null
-  const int32_t* index;  // nullable: the rows in order
-  const float* factor;   // nullable: 1
-  const float* beside;   // nullable: 1
-  float* slices;         // fused_row_sum_scratch
-  float* sum;            // [hidden]
-  double* beside_sum;    // [1]
+  int64_t count;          // rows,
+  const double* counts;   // or the live ones, if not null
+  const int32_t* index;   // nullable: the rows in order
+  const float* factor;    // nullable: 1
+  const float* beside;    // nullable: 1
+  float* slices;          // [kRowSumSlices, hidden]
+  float* sum;             // [hidden]
+  double* beside_slices;  // [kRowSumSlices]
+  double* beside_sum;     // [1], nullable
 };
 
 // out = alpha * (sum of v E over all rows + sum over each class's rows of g_target - class_weight * offset_sum). The
@@ -284,9 +288,7 @@ constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
   return num_classes * hidden;
 }
 
-// In floats.
-int64_t fused_row_sum_scratch(int64_t hidden);
-int64_t fused_bias_gradient_scratch(int64_t e_pitch);
+int64_t fused_bias_gradient_scratch(int64_t e_pitch);  // in floats
 size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
 bool fused_supported_device();  // compute capability 9.0
 // In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it. beside_dw: dW follows and takes

@@ -1,5 +1,5 @@
-// dX = alpha (v E W + g_t w_t - offset sum_j c_j w_j): a GEMM whose epilogue applies the row factors and adds the target's row of W as the rows
-// go home. Where two parts of the reduction fill the last wave better, both are added up in fp32 rows, which a second
+// dX = alpha (v E W + g_t w_t - offset sum_j c_j w_j), the last with label smoothing: a GEMM whose epilogue applies the
+// row factors and adds the target's row of W as the rows go home. Where two parts of the reduction fill the last wave better, both are added up in fp32 rows, which a second
 // kernel brings home.
 #include "../hopper/gemm.cuh"
 #include "device.cuh"

@@ -8,7 +8,6 @@ namespace syncfree {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kSumSlices = 256;  // of rows to add up
 constexpr int kBiasSlices = 16;  // of a chunk's rows, for the gradient of the bias
 
 unsigned blocks_of(int64_t n) {
@@ -20,14 +19,24 @@ __global__ void __launch_bounds__(kThreads) fused_bias_kernel(FusedBiasParams p)
   if (j < p.padded) p.out[j] = p.bias && j < p.num_classes ? p.bias[j] : 0.f;
 }
 
-// A thread adds up eight columns of a slice of the rows.
+// A thread adds up eight columns of a slice of the rows; the first blocks also what goes beside the rows.
 template <class In>
 __global__ void __launch_bounds__(kThreads) row_sum_slices_kernel(FusedRowSumParams p) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= p.hidden / 8) return;
-  const int64_t count = p.counts ? static_cast<int64_t>(p.counts[kCountRows]) : p.count,
-                each = (count + kSumSlices - 1) / kSumSlices, begin = blockIdx.y * each,
+  __shared__ double shared[kThreads / kWarp];
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x,
+                count = p.counts ? static_cast<int64_t>(p.counts[kCountRows]) : p.count,
+                each = (count + kRowSumSlices - 1) / kRowSumSlices, begin = blockIdx.y * each,
                 end = begin + each < count ? begin + each : count;
+  if (blockIdx.x == 0 && p.beside_sum) {
+    double sum = 0;
+    for (int64_t r = begin + threadIdx.x; r < end; r += kThreads) {
+      const double factor = p.factor ? p.factor[r] : 1.f;
+      if (factor != 0) sum += p.beside ? factor * p.beside[r] : factor;  // 0 times -inf counts as nothing
+    }
+    sum = block_reduce<kThreads>(sum, Sum(), shared);
+    if (threadIdx.x == 0) p.beside_slices[blockIdx.y] = sum;
+  }
+  if (i >= p.hidden / 8) return;
   float y[8] = {};
 #pragma unroll 4
   for (int64_t r = begin; r < end; ++r) {
@@ -41,25 +50,19 @@ __global__ void __launch_bounds__(kThreads) row_sum_slices_kernel(FusedRowSumPar
   store8(p.slices + blockIdx.y * p.hidden + i * 8, y);
 }
 
-// The last block adds up what goes beside the rows.
 __global__ void __launch_bounds__(kThreads) row_sum_finish_kernel(FusedRowSumParams p) {
   __shared__ double shared[kThreads / kWarp];
-  if (blockIdx.x == gridDim.x - 1) {
-    const int64_t count = p.counts ? static_cast<int64_t>(p.counts[kCountRows]) : p.count;
+  if (blockIdx.x == 0 && p.beside_sum) {
     double sum = 0;
-    for (int64_t r = threadIdx.x; r < count; r += kThreads) {
-      const double factor = p.factor ? p.factor[r] : 1.f;
-      if (factor != 0) sum += p.beside ? factor * p.beside[r] : factor;  // 0 times -inf counts as nothing
-    }
+    for (int s = threadIdx.x; s < kRowSumSlices; s += kThreads) sum += p.beside_slices[s];
     sum = block_reduce<kThreads>(sum, Sum(), shared);
     if (threadIdx.x == 0) *p.beside_sum = sum;
-    return;
   }
   const int64_t column = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (column >= p.hidden) return;
   double sum = 0;
 #pragma unroll 8
-  for (int s = 0; s < kSumSlices; ++s) sum += p.slices[s * p.hidden + column];
+  for (int s = 0; s < kRowSumSlices; ++s) sum += p.slices[s * p.hidden + column];
   p.sum[column] = float(sum);
 }
 
@@ -105,9 +108,6 @@ __global__ void __launch_bounds__(kThreads) bias_finish_kernel(FusedBiasGradient
 
 }  // namespace
 
-int64_t fused_row_sum_scratch(int64_t hidden) {
-  return kSumSlices * hidden;
-}
 int64_t fused_bias_gradient_scratch(int64_t e_pitch) {
   return kBiasSlices * e_pitch;
 }
@@ -118,7 +118,7 @@ cudaError_t launch_fused_bias(const FusedBiasParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_fused_row_sum(const FusedRowSumParams& p, cudaStream_t stream) {
-  const dim3 blocks(blocks_of(p.hidden / 8), kSumSlices);
+  const dim3 blocks(blocks_of(p.hidden / 8), kRowSumSlices);
   switch (p.dtype) {
     case DType::f32:
       row_sum_slices_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
@@ -130,7 +130,7 @@ cudaError_t launch_fused_row_sum(const FusedRowSumParams& p, cudaStream_t stream
       return cudaErrorInvalidValue;
   }
   if (cudaError_t e = cudaGetLastError()) return e;
-  row_sum_finish_kernel<<<blocks_of(p.hidden) + 1, kThreads, 0, stream>>>(p);
+  row_sum_finish_kernel<<<blocks_of(p.hidden), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,8 +1,8 @@
 // tanh and its derivative for the softcap, for kernels that have no time for tanhf.
 //
-// With q = e^(-2 |y|) and r = 2 / (1 + q): tanh |y| = r - 1, and the derivative is q r^2, where nothing cancels. tanh is
-// wrong by 2.5e-7 at most and 7e-8 in the root mean square, absolutely. With a softcap of 100 that is 2.5e-5 of E at most,
-// of which rounding it to bfloat16 takes 2e-3. tanh.approx (2^-11) is not enough.
+// With q = e^(-2 |y|) and r = 2 / (1 + q): tanh |y| = r - 1, and the derivative is q r^2, where nothing cancels. tanh
+// is wrong by 2.5e-7 at most and 7e-8 in the root mean square, absolutely. With a softcap of 100 that is 2.5e-5 of E
+// at most, of which rounding it to bfloat16 takes 2e-3. tanh.approx (2^-11) is not enough.
 #pragma once
 
 #include "../../common/params.h"

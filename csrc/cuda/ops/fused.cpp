@@ -40,6 +40,7 @@ struct Scratch {
   float* bias;     // FusedBiasParams::out
   float* bias_sums;
   float* row_sums;
+  double* beside_sums;                  // FusedRowSumParams::beside_slices
   float *smooth_w, *smooth_x;           // [hidden]: label smoothing's sums of the rows of W and of x
   double *smooth_bias, *smooth_offset;  // [1]: of the bias, and of the rows' offsets
   void* sort;                           // fused_sort_scratch_bytes
@@ -61,11 +62,12 @@ struct Scratch {
     padded = has.bias || has.softcap ? tiles * kLogitsTileColumns : 0;
     bias = carver.take<float>(padded);
     bias_sums = carver.take<float>(need.db ? fused_bias_gradient_scratch(fused_pitch(classes)) : 0);
-    row_sums = carver.take<float>(has.smoothing ? fused_row_sum_scratch(hidden) : 0);
+    row_sums = carver.take<float>(has.smoothing ? kRowSumSlices * hidden : 0);
+    beside_sums = carver.take<double>(has.smoothing ? kRowSumSlices : 0);
     smooth_w = carver.take<float>(has.smoothing ? hidden : 0);
     smooth_x = carver.take<float>(has.smoothing ? hidden : 0);
-    smooth_bias = carver.take<double>(has.smoothing ? 1 : 0);
-    smooth_offset = carver.take<double>(has.smoothing ? 1 : 0);
+    smooth_bias = carver.take<double>(has.smoothing && has.bias ? 1 : 0);
+    smooth_offset = carver.take<double>(has.smoothing && need.db ? 1 : 0);
     this->rows.exponent = carver.take<float>(chunk_rows);
     this->rows.target = carver.take<int32_t>(chunk_rows);
     this->rows.target_logit = carver.take<float>(chunk_rows);
@@ -146,9 +148,10 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   }
   if (scratch.bias) done(launch_fused_bias({bias, classes, scratch.padded, scratch.bias}, stream_), "fused bias");
   if (has.smoothing)
-    done(launch_fused_row_sum({w.const_data_ptr(), DType::bf16, pitch_of(w), hidden, classes, nullptr, nullptr,
-                               class_weight, bias, scratch.row_sums, scratch.smooth_w, scratch.smooth_bias},
-                              stream_),
+    done(launch_fused_row_sum(
+             {w.const_data_ptr(), DType::bf16, pitch_of(w), hidden, classes, nullptr, nullptr, class_weight, bias,
+              scratch.row_sums, scratch.smooth_w, scratch.beside_sums, scratch.smooth_bias},
+             stream_),
          "fused row sum");
   if (scratch.zeros)
     done(cudaMemsetAsync(scratch.zeros, 0, size_t(classes) * sizeof(int32_t), stream_), "fused targets");
@@ -165,7 +168,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
                               pitch_of(w),
                               classes,
                               bias,
-                              {scratch.smooth_w, bias ? scratch.smooth_bias : nullptr},
+                              {scratch.smooth_w, scratch.smooth_bias},
                               in.targets(),
                               in.shift,
                               in.options,
@@ -221,9 +224,10 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   }
 
   if (has.smoothing && need_targets)
-    done(launch_fused_row_sum({x.const_data_ptr(), x_dtype, pitch_of(x), hidden, 0, counts_ptr, row_index,
-                               scratch.rows.offset, nullptr, scratch.row_sums, scratch.smooth_x, scratch.smooth_offset},
-                              stream_),
+    done(launch_fused_row_sum(
+             {x.const_data_ptr(), x_dtype, pitch_of(x), hidden, 0, counts_ptr, row_index, scratch.rows.offset, nullptr,
+              scratch.row_sums, scratch.smooth_x, scratch.beside_sums, scratch.smooth_offset},
+             stream_),
          "fused row sum");
   if (need.db) done(launch_fused_bias_finish(db, stream_), "fused bias gradient");
   if (need.dw) {
