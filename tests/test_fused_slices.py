@@ -142,6 +142,22 @@ def test_precision(kind: str, cuts: tuple[float, ...], rng: torch.Generator, dev
 
 
 @CUTS
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_a_common_offset(offset: float, cuts: tuple[float, ...], rng: torch.Generator, device: torch.device) -> None:
+    """Exponents come from the target's logit, whichever slice has it, and a row of gradients adds up to 0 over all.
+
+    Else the column that all classes share would show what rounding took.
+    """
+    call = plain("unit", 300, 64, 40, rng, device)
+    call.input[:, 0], call.linear_weight[:, 0] = 8, offset / 8
+    ref = reference_of(call)
+    out, gradients = score(call, cuts, chunk_rows=128)
+    check_outputs(call, ref, out)
+    check_gradients(call, ref, gradients, "xw")
+    assert_close_rel(gradients[0], ref.dx, PRECISION[torch.bfloat16, "unit"]["dx"], what="dx")
+
+
+@CUTS
 @pytest.mark.parametrize("ignored", [0.3, 0.9, 1.0])
 def test_ignored_rows(ignored: float, cuts: tuple[float, ...], rng: torch.Generator, device: torch.device) -> None:
     """Wherever they lie, what they leave is 0, and the rest is what it is without them."""

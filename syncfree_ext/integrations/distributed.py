@@ -67,7 +67,7 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput:
     """`linear_cross_entropy` for a linear_weight whose classes are spread over the ranks of a group.
 
-    Each rank scores its own classes, a chunk of rows at a time; per row three numbers are added up or compared over the
+    Each rank scores its own classes, a chunk of rows at a time; per row three or four numbers are exchanged over the
     group, and dX is added up in float32 before it is rounded. The loss, what is returned beside it, and the gradient of
     input are the same on each rank; the gradients of linear_weight and linear_bias are those of the rank's slice.
 
