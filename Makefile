@@ -65,10 +65,11 @@ sanitized = mkdir -p build/sanitize; \
 fuzz: ## random calls of every op on the CPU library, built with the compiler's sanitizers
 	@$(call python,build test syncs); $(sanitized); LD_PRELOAD="$$preload" "$$py" tools/fuzz.py $(ARGS)
 
+# The script, not `-m pytest`: that would look for the package in this folder first.
 .PHONY: test-sanitized
 test-sanitized: ## the CPU tests of the loss and of the loop's parts on that library
-	@$(call python,build test); $(sanitized); LD_PRELOAD="$$preload" "$$py" -m pytest -m 'not slow and not cuda' \
-		$(parallel) $(SANITIZED_TESTS) $(PYTEST)
+	@$(call python,build test); $(sanitized); run="$$(command -v pytest)"; \
+	LD_PRELOAD="$$preload" "$$py" "$$run" -m 'not slow and not cuda' $(parallel) $(SANITIZED_TESTS) $(PYTEST)
 
 .PHONY: build
 build: ## compile the libraries in place
