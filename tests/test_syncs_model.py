@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from fake_gpu import HOST, READ, FakeGpu
+from syncfree_ext.syncs.collect import Timed, build
 from syncfree_ext.syncs.model import LAUNCH, NOISE, Queue, Step
+from syncfree_ext.syncs.report import Report
+from syncfree_ext.syncs.timer import SLOW
 
 Op = tuple[float, float, float, "int | None"]  # Python before it, host time, GPU time, row
 
@@ -125,3 +128,27 @@ def test_work_that_no_op_launched_counts() -> None:
 def test_nothing_at_all() -> None:
     queue = Queue([], 0.0)
     assert queue.replay() == queue.replay(removed=None) == 0.0
+
+
+@pytest.mark.parametrize("bound", [0.1, 1.0, 5.0])
+def test_what_measuring_takes_is_left_out(draw: random.Random, bound: float) -> None:
+    """A host that measuring slows down is less often ahead of the GPU; costs are those of the host without it."""
+    own = 30e-6
+    for _ in range(20):
+        program = random_program(draw, 400, 3, bound)
+        # Once before the first op, which no gap shows: from there on the clock runs.
+        slowed = [program[0], *((python + own, host, work, row) for python, host, work, row in program[1:])]
+        steps, end = simulate(slowed)
+        queue = Queue(steps, end, own)
+        assert Queue(steps, end).replay(removed=()) == pytest.approx(length(slowed), abs=1e-9)
+        for gone in ((), (0,), (1, 2), (0, 1, 2)):
+            assert queue.replay(removed=gone) == pytest.approx(length(program, gone), abs=own + 1e-9)
+
+
+def test_the_report_says_what_measuring_took() -> None:
+    starts = [i * 1e-3 for i in range(8)]
+    entries = [Timed(start, start + 1e-4, start, start + 1e-4, None) for start in starts]
+    report = build(entries, [0.0, 4e-3, 8e-3], SLOW, own=2e-4)
+    assert (report.own_ms, report.step_ms) == (pytest.approx(0.8), pytest.approx(4.0))
+    assert report.replay_ms < report.step_ms
+    assert Report.from_json(report.to_json()).own_ms == report.own_ms

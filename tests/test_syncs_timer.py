@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fake_gpu import Card, FakeGpu, fake_card
-from syncfree_ext.syncs import Report, explicit, find_syncs, step
+from syncfree_ext.syncs import Report, explicit, find_syncs, internals, step
 from syncfree_ext.syncs.collect import Timed, ops_that_wait, work_of
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
 from syncfree_ext.syncs.model import LAUNCH
+from syncfree_ext.syncs.sites import Frames
+from syncfree_ext.syncs.timer import own_time
 
 HERE = Path(__file__).name
 
@@ -435,3 +437,11 @@ def test_compiled_code_stays_compiled() -> None:
             function(torch.ones(2))
             step()
     assert len(graphs) == 1
+
+
+def test_the_timer_knows_what_it_takes_itself() -> None:
+    """Of the host, at an op; and it leaves nothing behind."""
+    gpu = FakeGpu()
+    own = own_time(gpu, Frames())
+    assert 1e-7 < own < 5e-3
+    assert internals.top_mode() is None

@@ -150,7 +150,7 @@ def row_of(call: Call) -> Row:
     return row
 
 
-def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank: int = 0) -> Report:
+def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank: int = 0, own: float = 0.0) -> Report:
     """The report of measured steps.
 
     Args:
@@ -158,6 +158,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         boundaries: on the host's clock, the start of each step and the end of the last.
         slow: seconds from which an op without a reason to wait is of interest.
         rank: of this process.
+        own: seconds that the timer took at each entry.
 
     Raises:
         ValueError: fewer than two boundaries.
@@ -204,7 +205,8 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         row.blocked_ms /= count
         row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
-    _add_costs(report, steps, boundaries[-1], count)
+    report.own_ms = own * len(steps) * 1e3 / count
+    _add_costs(report, steps, boundaries[-1], count, own)
     busy = _busy(steps)
     report.busy_ms = sum(end - start for start, end in busy) * 1e3 / count
     report.timelines = _timelines(steps, busy, boundaries)
@@ -220,13 +222,14 @@ def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float
     entry.ms += duration * 1e3 / count
 
 
-def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int) -> None:
-    queue = Queue(steps, end)
+def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int, own: float) -> None:
+    as_measured, queue = Queue(steps, end), Queue(steps, end, own)
     scale = 1e3 / count
+    measured = as_measured.measured
+    report.model_error = as_measured.replay(removed=()) / measured - 1 if measured > 0 else 0.0
     everything = queue.replay(removed=())
     free = queue.replay(removed=None)
     report.replay_ms, report.free_ms = everything * scale, free * scale
-    report.model_error = everything / queue.measured - 1 if queue.measured > 0 else 0.0
     for index, row in enumerate(report.rows):
         row.idle_ms = max(0.0, queue.replay(only=(index,)) - free) * scale
         row.saves_ms = max(0.0, everything - queue.replay(removed=(index,))) * scale

@@ -8,7 +8,9 @@ idles when it runs out. So with h the host's time and g the time when the GPU ha
     removed wait: h = h + a few microseconds
 
 All durations are measured, so a replay with every wait must end when the measured steps ended, and the report says how
-far it is off. From the replays follow, for the waits of one row of the report:
+far it is off. Then what the timer itself took between the ops is left out: a host that it slows down is less often
+ahead of the GPU, and every wait would seem cheaper than it is. From these replays follow, for the waits of one row of
+the report:
 
 - **idle**: how long the GPU idles a step when these are the only waits left. Two waits in a row drain the GPU once:
   either alone costs as much as both, and both get the whole amount.
@@ -89,9 +91,10 @@ class Queue:
     Args:
         steps: ops and waits in the order of the host.
         end: when the last measured step ended on the host's clock.
+        own: seconds that measuring took at each op and wait, which a replay leaves out.
     """
 
-    def __init__(self, steps: Sequence[Step], end: float) -> None:
+    def __init__(self, steps: Sequence[Step], end: float, own: float = 0.0) -> None:
         self._segments: list[_Segment] = []
         self._start = steps[0].start if steps else 0.0
         self._backlog = max(0.0, steps[0].before - self._start) if steps else 0.0
@@ -99,7 +102,7 @@ class Queue:
         now = self._start
         done = self._start
         for step in steps:
-            gap = max(0.0, step.start - now)
+            gap = max(0.0, step.start - now - own)
             if step.row is None:
                 segment.add(gap, step)
             else:
@@ -112,7 +115,7 @@ class Queue:
                 segment = _Segment()
             now = max(now, step.end)
             done = max(done, step.after)
-        segment.host += max(0.0, end - now)
+        segment.host += max(0.0, end - now - own)
         self._segments.append(segment)
         self.measured = max(end, done) - self._start
 

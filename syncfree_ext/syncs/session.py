@@ -17,7 +17,7 @@ from .gpu import Gpu, current_gpu
 from .report import Report
 from .sites import Frames
 from .steps import boundaries
-from .timer import SLOW, Timer
+from .timer import SLOW, Timer, own_time
 from .truth import Profiler, summarise
 
 
@@ -83,12 +83,15 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._listening = ExitStack()  # as long as it runs
         self._mode_is_on = False
         self._steps_seen = 0
+        self._own = 0.0
         self._ends: list[float] = []
         self._state = "new"
 
     def __enter__(self) -> Report:
         self._gpu = self._gpu if self._gpu is not None else current_gpu()
         self._timer = Timer(self._gpu, self._frames, self._slow)
+        if self._gpu is not None and self._gpu.type == "cuda":
+            self._own = own_time(self._gpu, self._frames)
         self.report.torch = torch.__version__
         self.report.probe_ms = self._probe * 1e3
         if self._gpu is None:
@@ -219,9 +222,11 @@ class find_syncs:  # noqa: N801 (used like a function)
             # What came after the last whole step belongs to none.
             entries = [entry for entry in self._timer.entries if entry.start < self._ends[-1]]
             timed = resolve_events(entries, self._gpu)
-            found = build(timed, self._ends, self._slow, int(os.environ.get("RANK", "0")))
+            found = build(timed, self._ends, self._slow, int(os.environ.get("RANK", "0")), self._own)
         self._timer.entries = []
-        for name in ("rows", "slow", "steps", "step_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines"):
+        for name in (
+            "rows", "slow", "steps", "step_ms", "own_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines",
+        ):  # fmt: skip
             setattr(self.report, name, getattr(found, name))
 
     def _finish_profile(self) -> None:

@@ -75,6 +75,11 @@ def remarks(report: Report) -> list[str]:
         )
     elif report.steps and report.rows:
         lines.append(f"The model behind these figures is {100 * report.model_error:+.1f} % off the measured time.")
+        if report.own_ms > 0.01 * report.step_ms:
+            lines.append(
+                f"Measuring takes {report.own_ms:.2f} ms of the {report.step_ms:.2f} ms; costs are those of a step "
+                "without it."
+            )
     if report.truth is not None:
         truth = report.truth
         blocked = sum(truth.blocked_ms.values())
