@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from typing import Any, TypeAlias
 
@@ -90,6 +91,18 @@ class NonFiniteGuard:
         self._forgotten = 0  # the last replay before a reset
         self._error: NonFiniteError | None = None
         scalars._at_exit.append(self.check)
+
+    def __del__(self) -> None:
+        """Hand the memory of the lanes on, which is never freed; not what something may still be on its way to."""
+        pending = getattr(self, "_pending", None)
+        if pending is None or sys.is_finalizing() or not self._lane.is_own:
+            return  # it was never whole, or there is no later object to hand it to
+        while pending and self._lane.end(pending[0][0]) == pending[0][0]:
+            pending.popleft()
+        if not pending:
+            self._lane.recycle()
+        if not self._captured:
+            self._replays.recycle()
 
     @torch.no_grad()
     def update(self, step: int, *tensors: Tensor | float) -> None:

@@ -221,3 +221,49 @@ def test_errors() -> None:
         guard.update(1, 2.0, "3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"tensors\[0\] must be on the device"):
         guard.update(1, torch.ones(2, device="meta"))
+
+
+# ----------------------------------------------------------------------------------------------------------- life spans
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many lanes were made, and how many were handed on. On CUDA each is page-locked memory that is never freed."""
+    counts = {"made": 0, "recycled": 0}
+    take, recycle = Lane._take, Lane.recycle
+
+    def counted_take(self: Lane, device: torch.device) -> Any:
+        counts["made"] += 1
+        return take(self, device)
+
+    def counted_recycle(self: Lane) -> None:
+        counts["recycled"] += 1
+        recycle(self)
+
+    monkeypatch.setattr(Lane, "_take", counted_take)
+    monkeypatch.setattr(Lane, "recycle", counted_recycle)
+    return counts
+
+
+def test_a_guard_hands_its_memory_on(lanes: dict[str, int], device: torch.device) -> None:
+    for step in range(3):
+        with AsyncScalars(device, ["x"]) as ring:
+            guard = NonFiniteGuard(ring)
+            guard.update(step, torch.ones((), device=device))
+        del ring, guard
+    assert lanes == {"made": 12, "recycled": 12}
+
+
+def test_a_guard_keeps_what_may_still_be_written(lanes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = AsyncScalars("cpu", ["x"])
+    guard = NonFiniteGuard(ring)
+    monkeypatch.setattr(Lane, "publish", lambda *_args, **_options: None)  # nothing arrives
+    guard.update(0, torch.ones(()))
+    ring._at_exit.clear()
+    del guard
+    assert lanes == {"made": 4, "recycled": 1}, "the lane of replays alone: nothing was captured"
+    captured = NonFiniteGuard(ring)
+    captured._captured = True
+    ring._at_exit.clear()
+    del captured
+    assert lanes == {"made": 6, "recycled": 2}, "a graph may be replayed at any time"
