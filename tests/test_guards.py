@@ -231,13 +231,15 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many lanes were made, and how many were handed on. On CUDA each is page-locked memory that is never freed."""
     counts = {"made": 0, "recycled": 0}
     take, recycle = Lane._take, Lane.recycle
+    made: list[Lane] = []  # here, not by another test whose garbage is collected now
 
     def counted_take(self: Lane, device: torch.device) -> Any:
         counts["made"] += 1
+        made.append(self)
         return take(self, device)
 
     def counted_recycle(self: Lane) -> None:
-        counts["recycled"] += 1
+        counts["recycled"] += any(lane is self for lane in made)
         recycle(self)
 
     monkeypatch.setattr(Lane, "_take", counted_take)
