@@ -26,6 +26,7 @@ from syncfree_ext.integrations.distributed import vocab_parallel_linear_cross_en
 from test_values import check_gradients, check_outputs, reference_of
 from tolerances import (
     MANY_CHUNKS,
+    PRECISION,
     ROUNDOFF,
     assert_close_rel,
     assert_equal,
@@ -119,6 +120,22 @@ def test_options(case: dict[str, Any], ranks: Ranks, rng: torch.Generator) -> No
 def test_data(kind: str, dtype: torch.dtype, ranks: Ranks, rng: torch.Generator) -> None:
     call = plain_call(kind, 129, 64, 517, dtype, rng)
     check(call, ranks(score, call, "xw", chunk_rows=64), "xw")
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_precision_beside_a_large_mean_row(dtype: torch.dtype, ranks: Ranks, rng: torch.Generator) -> None:
+    """What rounding takes from the gradients of the logits must not reach dX times the mean row of the weight."""
+    call = plain_call("unit", 1000, 128, 2048, torch.float32, rng)
+    call.input *= 4  # a few classes take most of a row, in any slice
+    call.linear_weight += 5 * torch.randn(128, generator=rng) / 128**0.5
+    call.input, call.linear_weight = call.input.to(dtype), call.linear_weight.to(dtype)
+    expected = reference_of(call).dx
+    dx = joined(ranks(score, call, "xw"))[1][0][0]
+    assert dx is not None
+    rounded = relative_error(expected.to(dtype), expected)
+    promised = PRECISION[dtype, "unit"]["dx"] * (rounded if dtype == torch.float16 else 1.0)
+    assert_close_rel(dx, expected, promised, what="dx")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -135,8 +135,9 @@ struct AlphaParams {
   void* alpha;  // acc [3]
 };
 
-// product[k, :] += residue[k] * weight[t - first_class, :] for the live rows whose target t is one of
-// [first_class, first_class + classes): the target's gradient takes what rounding took from its row.
+// product[k, :] += residue[k] * weight[t - first_class, :] for the live rows, t being the target: its gradient takes what
+// rounding took from the row. Where the target is none of [first_class, first_class + classes) the first of these takes
+// it: what counts is that it does not multiply the mean row of the weight.
 struct AddTargetsParams {
   Chunk chunk;
   const int64_t* target;  // row i: target[i + shift]

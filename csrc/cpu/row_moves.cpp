@@ -94,9 +94,9 @@ void add_targets_cpu(const AddTargetsParams& p) {
       parallel(live, p.columns, [&](int64_t begin, int64_t end) {
         for (int64_t k = begin; k < end; ++k) {
           const int64_t target = p.target[p.chunk.row_index[p.chunk.first + k] + p.shift];
-          if (target < p.first_class || target - p.first_class >= p.classes) continue;
+          const bool here = target >= p.first_class && target - p.first_class < p.classes;
           const T residue = static_cast<const T*>(p.residue)[k];
-          const W* w = static_cast<const W*>(p.weight) + (target - p.first_class) * p.weight_pitch;
+          const W* w = static_cast<const W*>(p.weight) + (here ? target - p.first_class : 0) * p.weight_pitch;
           T* product = static_cast<T*>(p.product) + k * p.product_pitch;
           for (int64_t j = 0; j < p.columns; ++j) product[j] += residue * T(widen(w[j]));
         }

@@ -24,6 +24,7 @@ from syncfree_ext.functional import (
     Reduction,
     _as_matrix,
     _as_sequences,
+    _check_returns,
     _check_rows,
     _loss_options,
     _named_outputs,
@@ -67,7 +68,7 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput:
     """`linear_cross_entropy` for a linear_weight whose classes are spread over the ranks of a group.
 
-    Each rank scores its own classes, a chunk of rows at a time; per row three or four numbers are exchanged over the
+    Each rank scores its own classes, a chunk of rows at a time; per row three to five numbers are exchanged over the
     group, and dX is added up in float32 before it is rounded. The loss, what is returned beside it, and the gradient of
     input are the same on each rank; the gradients of linear_weight and linear_bias are those of the rank's slice.
 
@@ -140,6 +141,7 @@ def vocab_parallel_linear_cross_entropy(
         first = _first_class(name, linear_weight, group, classes, first_class)
     _check_slice(name, hidden, linear_weight, linear_bias, first, classes)
     _checks.check_target(name, target, "input", hidden)
+    _check_returns(name, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logsumexp)
     options = _loss_options(
         name,
         hidden,

@@ -237,10 +237,10 @@ void check_moves() {
   for (int64_t k = 0; k < size; ++k)
     for (int64_t j = 0; j < columns; ++j) {
       const int64_t target = t.host[size_t(t.expected[size_t(first + k)])];
-      const bool takes = k < live && target >= kFirstClass && target < kFirstClass + kClasses;
+      const int64_t takes = target >= kFirstClass && target < kFirstClass + kClasses ? target : kFirstClass;
       got.push_back(added[size_t(k * columns + j)]);
       want.push_back(g[size_t(k * columns + j)] +
-                     (takes ? double(residue[size_t(k)]) * weight[size_t(target * columns + j)] : 0.0));
+                     (k < live ? double(residue[size_t(k)]) * weight[size_t(takes * columns + j)] : 0.0));
     }
   CHECK(relative(got, want) < 1e-6, "moves: targets added, %g", relative(got, want));
 }

@@ -87,8 +87,9 @@ template <class W>
 __global__ void __launch_bounds__(kThreads) add_targets_kernel(AddTargetsParams p) {
   const int64_t k = blockIdx.x;
   if (k >= live_rows(p.chunk)) return;
-  const int64_t t = p.target[p.chunk.row_index[p.chunk.first + k] + p.shift] - p.first_class;
-  if (t < 0 || t >= p.classes) return;
+  const int64_t target = p.target[p.chunk.row_index[p.chunk.first + k] + p.shift];
+  const bool here = target >= p.first_class && target - p.first_class < p.classes;
+  const int64_t t = here ? target - p.first_class : 0;
   const float residue = static_cast<const float*>(p.residue)[k];
   const W* w = static_cast<const W*>(p.weight) + t * p.weight_pitch;
   float* product = static_cast<float*>(p.product) + k * p.product_pitch;
