@@ -158,7 +158,8 @@ def _raise_out_of_memory(error: RuntimeError, args: Sequence[Any]) -> None:
     device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
     if failed is None or device.type != "cuda":
         return
-    torch.cuda.current_stream(device).query()  # of a device that has failed raises what happened there
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).query()  # of a device that has failed raises what happened there
     torch.empty(int(failed[1]), dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError(str(error)) from error
 

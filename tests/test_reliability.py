@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -398,9 +399,17 @@ def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = RuntimeError("syncfree: an allocation of 77 bytes failed, probably: CUDA out of memory.")
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda *args, **options: asked.append((args, options["device"])))
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     with pytest.raises(torch.OutOfMemoryError, match="77 bytes failed"):
         ops._raise_out_of_memory(failed, [None, tensor])
     assert asked == [((77,), torch.device("cuda", 0))]
     ops._raise_out_of_memory(failed, [torch.zeros(1)])
     ops._raise_out_of_memory(RuntimeError("something else"), [tensor])
+    assert len(asked) == 1
+    # A device that has failed cannot allocate either, and must not be taken for a full one.
+    stream.query.side_effect = RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ops._raise_out_of_memory(failed, [tensor])
     assert len(asked) == 1
