@@ -84,6 +84,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _command() -> str:
+    """How this run was called, files by their names alone: paths are this machine's."""
+    return shlex.join(["bench", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+
+
 def key(record: Record) -> tuple[Any, ...]:
     return tuple(record.get(name) for name in KEY)
 
@@ -200,7 +205,7 @@ class Store:
         record = {
             **record,
             "environment": self._environment,
-            "command": shlex.join(["bench", *sys.argv[1:]]),
+            "command": _command(),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
         self.data["environments"][self._environment] = self._described

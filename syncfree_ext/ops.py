@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import _fakes  # noqa: F401  (registers the fakes)
+from ._load import _CUDA_OPS
 
 _syncfree = torch.ops.syncfree
 
@@ -449,19 +450,7 @@ _library.impl("publish_", _publish_versioned, "ADInplaceOrView", with_keyset=Tru
 
 # The ops over a slice of the vocabulary have no autograd of their own (integrations/distributed.py has it), and some
 # write to arguments.
-_SHARD_OPS = (
-    "flce_shard_logits",
-    "flce_shard_gradient",
-    "flce_shard_weight_gradient",
-    "flce_shard_store_dx",
-    "flce_shard_fused_rows",
-    "flce_shard_fused_begin",
-    "flce_shard_fused_logits",
-    "flce_shard_fused_gradient",
-    "flce_shard_fused_weight_gradient",
-    "flce_shard_fused_add_targets",
-    "flce_shard_fused_store_dx",
-)
+_SHARD_OPS = tuple(name for name in _CUDA_OPS if name.startswith("flce_shard_"))
 
 
 def _register_shard_op(name: str) -> None:

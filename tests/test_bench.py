@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,14 @@ def test_nan_is_wrong() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- timing and memory
+
+
+def test_a_record_keeps_its_command_without_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a b.json"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench/__main__.py", "flce", "--shapes", "tiny", "--json", str(path)])
+    store = results.Store(path, torch.device("cpu"))
+    store.add({"routine": "flce", "head": "syncfree", "status": "ok"})
+    assert results.read(path)["records"][0]["command"] == "bench flce --shapes tiny --json 'a b.json'"
 
 
 def test_stat_takes_medians_of_rounds() -> None:
