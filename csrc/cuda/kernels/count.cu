@@ -142,35 +142,40 @@ __global__ void __launch_bounds__(kFinishThreads) count_small_kernel(CountParams
   const float* token_weight = static_cast<const float*>(p.token_weight);
   const float* upstream = static_cast<const float*>(p.upstream);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t each = (p.rows + kFinishThreads - 1) / kFinishThreads, begin = threadIdx.x * each;
-  unsigned valid = 0;
+  // A warp takes rows that lie together, a lane each kWarp-th of them.
+  const int each = int((p.rows + kFinishThreads - 1) / kFinishThreads);
+  const int64_t begin = int64_t(warp) * each * kWarp + lane;
+  unsigned valid[kSmallEach];
+  int in_warp = 0;
 #pragma unroll  // all loads at once
-  for (int e = 0; e < kSmallEach; ++e)
-    if (e < each && is_valid(p, begin + e)) valid |= 1u << e;
+  for (int e = 0; e < kSmallEach; ++e) {
+    valid[e] = __ballot_sync(0xffffffffu, e < each && is_valid(p, begin + e * kWarp));
+    in_warp += __popc(valid[e]);
+  }
   double largest = 0;
-  for (int e = 0; (token_weight || upstream) && e < each; ++e) {
-    if (!((valid >> e) & 1)) continue;
-    const int64_t i = begin + e;
-    double multiplier = token_weight ? token_weight[i + p.shift] : 1.f;
-    if (upstream) multiplier *= upstream[i * p.upstream_stride];
-    largest = fmax(largest, fabs(multiplier));
-  }
-  int before = __popc(valid);
+  if (token_weight || upstream) {
 #pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, before, offset);
-    if (lane >= offset) before += left;
+    for (int e = 0; e < kSmallEach; ++e) {
+      if (!((valid[e] >> lane) & 1)) continue;
+      const int64_t i = begin + e * kWarp;
+      double multiplier = token_weight ? token_weight[i + p.shift] : 1.f;
+      if (upstream) multiplier *= upstream[i * p.upstream_stride];
+      largest = fmax(largest, fabs(multiplier));
+    }
   }
-  if (lane == kWarp - 1) warp_total[warp] = before;
+  if (lane == 0) warp_total[warp] = in_warp;
   __syncthreads();
-  int64_t n = 0;
+  int64_t n = 0, before = 0;
   for (int w = 0; w < kFinishThreads / kWarp; ++w) {
-    if (w == warp) before += int(n);
+    if (w == warp) before = n;
     n += warp_total[w];
   }
-  int64_t valid_at = before - __popc(valid), ignored_at = n + begin - valid_at;
-  for (int e = 0; e < each && begin + e < p.rows; ++e)
-    p.row_index[(valid >> e) & 1 ? valid_at++ : ignored_at++] = int32_t(begin + e);
+#pragma unroll
+  for (int e = 0; e < kSmallEach; ++e) {
+    const int64_t i = begin + e * kWarp, rank = before + __popc(valid[e] & ((1u << lane) - 1));
+    if (e < each && i < p.rows) p.row_index[(valid[e] >> lane) & 1 ? rank : n + i - rank] = int32_t(i);
+    before += __popc(valid[e]);
+  }
   largest = block_reduce<kFinishThreads>(largest, Max(), shared);
   if (threadIdx.x == 0)
     write_counts(p.counts, double(n), double(n), double(p.num_classes), 1.0,

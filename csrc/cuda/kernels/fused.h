@@ -129,11 +129,9 @@ struct FusedSortParams {
   int64_t rows, num_classes;
   const int64_t* targets;
   int64_t shift;
-  int32_t *keys_in, *keys, *positions_in, *positions;  // [rows]
-  int32_t *starts, *ends;                              // [num_classes]; ends only where starts >= 0
-  void* scratch;
-  size_t scratch_bytes;
-  int64_t first_class = 0;  // the classes are those from here on
+  int32_t *tile_keys, *keys, *tile_positions, *positions;  // [rows]
+  int32_t *starts, *ends;                                  // [num_classes]; ends only where starts >= 0
+  int64_t first_class = 0;                                 // the classes are those from here on
 };
 
 // out[class] = cast(sum[class] + alpha * (sum over its rows of g_target * x - class_weight[class] * smooth)). sum and
@@ -289,8 +287,7 @@ constexpr int64_t split_low_bytes(int64_t num_classes, int64_t hidden) {
 }
 
 int64_t fused_bias_gradient_scratch(int64_t e_pitch);  // in floats
-size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes);
-bool fused_supported_device();  // compute capability 9.0
+bool fused_supported_device();                         // compute capability 9.0
 // In how many parts, 1 or 2, dX of a chunk is added up; two take float32 rows beside it. beside_dw: dW follows and takes
 // the multiprocessors that are left idle.
 int fused_dx_parts(int64_t rows, int64_t num_classes, int64_t hidden, bool beside_dw);

@@ -1,7 +1,6 @@
 // The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
-// factor v into x, and the targets' share of dW through a stable sort by class.
+// factor v into x, and the targets' share of dW, class by class.
 #include <cfloat>
-#include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
 #include "fused_rows.cuh"
@@ -141,69 +140,83 @@ __device__ __forceinline__ int32_t sort_key(const FusedSortParams& p, int64_t i)
   return int32_t(t);
 }
 
-__device__ __forceinline__ void mark_bounds(const FusedSortParams& p, int64_t i) {
-  const int32_t key = p.keys[i];
-  if (key >= p.num_classes) return;
-  if (i == 0 || p.keys[i - 1] != key) p.starts[key] = int32_t(i);
-  if (i == p.rows - 1 || p.keys[i + 1] != key) p.ends[key] = int32_t(i + 1);
-}
+// The rows of each class in their order. Tiles of rows are sorted by counting: a row's place in its tile is the number of
+// the tile's rows that belong before it. Its place among all rows is that, and what belongs before it in each other tile,
+// which bisection finds. Two launches, no sort of all and no memory for one.
+constexpr int kTile = 2048, kRankThreads = 512, kRankRows = 64, kRankEach = kRankRows / kWarp,
+              kRankSlices = kRankThreads / kWarp, kMergeThreads = 256;
 
-// A stable sort by counting: a row's place is the number of rows that belong before it. Each row is compared with each,
-// which at this many takes as long as a radix sort (about 55 us on an H200), and at twice as many more than twice that.
-constexpr int kRankThreads = 256, kRankRows = 64, kRankSlices = kRankThreads / kRankRows, kRankTile = 4096;
-constexpr int64_t kMostRanked = 8192;
-
-__global__ void __launch_bounds__(kRankThreads) sort_by_rank_kernel(FusedSortParams p) {
-  __shared__ int4 tile[kRankTile / 4];
+// A key is the class, and in the lower bits the row in its tile, so no two are equal.
+template <class Key>
+__global__ void __launch_bounds__(kRankThreads) sort_tiles_kernel(FusedSortParams p) {
+  struct alignas(16) Four {
+    Key v[4];
+  };
+  __shared__ Four tile[kTile / 4];
   __shared__ int counted[kRankSlices][kRankRows];
   sm90::begin_after_previous_launch();
-  const int lane = threadIdx.x % kRankRows, slice = threadIdx.x / kRankRows;
-  const int64_t first = int64_t(blockIdx.x) * kRankRows, i = first + lane;
-  const int32_t own = i < p.rows ? p.keys_in[i] : INT32_MAX;
+  const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp;
+  const int64_t first = int64_t(blockIdx.x) * kRankRows, base = first - first % kTile;
+  Key* keys = &tile[0].v[0];
+#pragma unroll
+  for (int j = threadIdx.x; j < kTile; j += kRankThreads)
+    keys[j] = base + j < p.rows ? Key(sort_key(p, base + j)) * kTile + j : ~Key(0);
   for (int64_t c = int64_t(blockIdx.x) * kRankThreads + threadIdx.x; c < p.num_classes;
        c += int64_t(gridDim.x) * kRankThreads)
     p.starts[c] = -1;
-  int before = 0;
-  for (int64_t begin = 0; begin < p.rows; begin += kRankTile) {
+  __syncthreads();
+  Key own[kRankEach];
+  int before[kRankEach] = {};
+#pragma unroll
+  for (int r = 0; r < kRankEach; ++r) own[r] = keys[first - base + r * kWarp + lane];
+#pragma unroll 8
+  for (int q = 0; q < kTile / 4 / kRankSlices; ++q) {
+    const Four x = tile[slice * (kTile / 4 / kRankSlices) + q];
+#pragma unroll
+    for (int r = 0; r < kRankEach; ++r)
+      before[r] += (x.v[0] < own[r]) + (x.v[1] < own[r]) + (x.v[2] < own[r]) + (x.v[3] < own[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < kRankEach; ++r) counted[slice][r * kWarp + lane] = before[r];
+  __syncthreads();
+  const int64_t i = first + threadIdx.x;
+  if (threadIdx.x >= kRankRows || i >= p.rows) return;
+  int64_t place = base;
+  for (int s = 0; s < kRankSlices; ++s) place += counted[s][threadIdx.x];
+  p.tile_keys[place] = int32_t(keys[i - base] / kTile);
+  p.tile_positions[place] = int32_t(i);
+}
+
+// How many of a sorted tile belong(key) holds for: all of those before some place.
+template <class Belongs>
+__device__ __forceinline__ int count_first(const uint32_t (&tile)[kTile], Belongs belongs) {
+  int n = 0;
+#pragma unroll
+  for (int step = kTile / 2; step > 0; step /= 2) n += belongs(tile[n + step - 1]) ? step : 0;
+  return n + (belongs(tile[n]) ? 1 : 0);
+}
+
+__global__ void __launch_bounds__(kMergeThreads) merge_tiles_kernel(FusedSortParams p) {
+  __shared__ uint32_t tile[kTile];
+  sm90::begin_after_previous_launch();
+  const int64_t i = int64_t(blockIdx.x) * kMergeThreads + threadIdx.x, own = i - i % kTile;
+  const uint32_t key = i < p.rows ? uint32_t(p.tile_keys[i]) : 0;
+  int64_t place = i - own, start = 0, end = 0;
+  for (int64_t base = 0; base < p.rows; base += kTile) {
     __syncthreads();
 #pragma unroll
-    for (int j = threadIdx.x; j < kRankTile; j += kRankThreads)
-      reinterpret_cast<int32_t*>(tile)[j] = begin + j < p.rows ? p.keys_in[begin + j] : INT32_MAX;
+    for (int j = threadIdx.x; j < kTile; j += kMergeThreads)
+      tile[j] = base + j < p.rows ? uint32_t(p.tile_keys[base + j]) : UINT32_MAX;
     __syncthreads();
-    constexpr int kEach = kRankTile / 4 / kRankSlices;
-#pragma unroll 4
-    for (int q = slice * kEach; q < (slice + 1) * kEach; ++q) {
-      const int64_t j = begin + 4 * q;
-      const int4 x = tile[q];
-      if (j < first || j >= first + kRankRows) {
-        const int32_t bound = own + (j < first);
-        before += (x.x < bound) + (x.y < bound) + (x.z < bound) + (x.w < bound);
-      } else {
-        before +=
-            (x.x < own + (j < i)) + (x.y < own + (j + 1 < i)) + (x.z < own + (j + 2 < i)) + (x.w < own + (j + 3 < i));
-      }
-    }
+    const int less = count_first(tile, [key](uint32_t k) { return k < key; }),
+              not_more = count_first(tile, [key](uint32_t k) { return k <= key; });
+    start += less, end += not_more;
+    if (base != own) place += base < own ? not_more : less;
   }
-  counted[slice][lane] = before;
-  __syncthreads();
-  if (slice != 0 || i >= p.rows) return;
-  for (int s = 1; s < kRankSlices; ++s) before += counted[s][lane];
-  p.keys[before] = own;
-  p.positions[before] = int32_t(i);
-}
-
-__global__ void __launch_bounds__(kThreads) sort_keys_kernel(FusedSortParams p) {
-  sm90::begin_after_previous_launch();
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.rows) return;
-  p.keys_in[i] = sort_key(p, i);
-  p.positions_in[i] = int32_t(i);
-}
-
-__global__ void __launch_bounds__(kThreads) sort_starts_kernel(FusedSortParams p) {
-  sm90::begin_after_previous_launch();
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < p.rows) mark_bounds(p, i);
+  p.keys[place] = int32_t(key);
+  p.positions[place] = p.tile_positions[i];
+  if (key < p.num_classes && place == start) p.starts[key] = int32_t(start), p.ends[key] = int32_t(end);
 }
 
 // Eight sums of one class from 16 bits in place and 8 in `low`, as hopper/split_accumulator.cuh left them.
@@ -296,16 +309,6 @@ cudaError_t launch_targets_of(const FusedTargetsParams& p, cudaStream_t stream) 
   return cudaErrorInvalidValue;
 }
 
-unsigned blocks_of(int64_t n) {
-  return unsigned((n + kThreads - 1) / kThreads);
-}
-
-int key_bits(int64_t num_classes) {
-  int bits = 1;
-  while ((int64_t(1) << bits) <= num_classes) ++bits;
-  return bits;
-}
-
 }  // namespace
 
 bool fused_supported_device() {
@@ -335,28 +338,12 @@ cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream)
                                 kRowsPerBlock * kSlices, stream, p);
 }
 
-size_t fused_sort_scratch_bytes(int64_t rows, int64_t num_classes) {
-  if (rows <= kMostRanked) return 0;
-  size_t bytes = 0;
-  const int32_t* in = nullptr;
-  int32_t* out = nullptr;
-  cub::DeviceRadixSort::SortPairs(nullptr, bytes, in, out, in, out, int(rows), 0, key_bits(num_classes));
-  return bytes;
-}
-
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
-  if (cudaError_t e = sm90::launch_dependent(sort_keys_kernel, blocks_of(p.rows), kThreads, stream, p)) return e;
-  if (p.rows <= kMostRanked) {
-    const unsigned blocks = unsigned((p.rows + kRankRows - 1) / kRankRows);
-    if (cudaError_t e = sm90::launch_dependent(sort_by_rank_kernel, blocks, kRankThreads, stream, p)) return e;
-    return sm90::launch_dependent(sort_starts_kernel, blocks_of(p.rows), kThreads, stream, p);
-  }
-  if (cudaError_t e = cudaMemsetAsync(p.starts, 0xff, size_t(p.num_classes) * sizeof(int32_t), stream)) return e;
-  size_t bytes = p.scratch_bytes;
-  if (cudaError_t e = cub::DeviceRadixSort::SortPairs(p.scratch, bytes, p.keys_in, p.keys, p.positions_in, p.positions,
-                                                      int(p.rows), 0, key_bits(p.num_classes), stream))
-    return e;
-  return sm90::launch_dependent(sort_starts_kernel, blocks_of(p.rows), kThreads, stream, p);
+  const auto blocks = [&](int rows) { return unsigned((p.rows + rows - 1) / rows); };
+  const auto sort_tiles =
+      p.num_classes < (int64_t(1) << 32) / kTile ? sort_tiles_kernel<uint32_t> : sort_tiles_kernel<uint64_t>;
+  if (cudaError_t e = sm90::launch_dependent(sort_tiles, blocks(kRankRows), kRankThreads, stream, p)) return e;
+  return sm90::launch_dependent(merge_tiles_kernel, blocks(kMergeThreads), kMergeThreads, stream, p);
 }
 
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {

@@ -43,13 +43,12 @@ struct Scratch {
   double* beside_sums;                  // FusedRowSumParams::beside_slices
   float *smooth_w, *smooth_x;           // [hidden]: label smoothing's sums of the rows of W and of x
   double *smooth_bias, *smooth_offset;  // [1]: of the bias, and of the rows' offsets
-  void* sort;                           // fused_sort_scratch_bytes
   FusedRows rows;
   int64_t padded;
   int dx_parts;
 
   Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, int64_t chunk_rows, FlceNeeds need,
-          bool argmax, int64_t sort_bytes) {
+          bool argmax) {
     const Options has(problem, in);
     const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
                   tiles = ceil_div(classes, kLogitsTileColumns), groups = ceil_div(chunk_rows, kRowGroup);
@@ -57,7 +56,6 @@ struct Scratch {
     gathered = carver.take<uint16_t>(chunk_rows * hidden);
     product = carver.take<float>(dx_parts > 1 ? chunk_rows * hidden : 0);
     lists = carver.take<int32_t>(need.dw || need.db ? 4 * rows + 2 * classes : 0);
-    sort = carver.take<char>(sort_bytes);
     zeros = carver.take<int32_t>(has.smoothing && need.dw ? classes : 0);
     padded = has.bias || has.softcap ? tiles * kLogitsTileColumns : 0;
     bias = carver.take<float>(padded);
@@ -116,12 +114,11 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const Options has(problem, in);
   const bool store_e = need.any(), need_targets = need.dw || need.db, argmax = outputs && outputs->wants_argmax();
   const Tensor e = new_empty(x, {store_e ? chunks.rows : 0, e_pitch}, ScalarType::BFloat16);
-  const int64_t sort_bytes = need_targets ? int64_t(fused_sort_scratch_bytes(rows, classes)) : 0;
   Carver measure;
-  Scratch(measure, problem, in, chunks.rows, need, argmax, sort_bytes);
+  Scratch(measure, problem, in, chunks.rows, need, argmax);
   const Tensor memory = new_bytes(x, measure.bytes());
   Carver carver(memory.mutable_data_ptr());
-  const Scratch scratch(carver, problem, in, chunks.rows, need, argmax, sort_bytes);
+  const Scratch scratch(carver, problem, in, chunks.rows, need, argmax);
   // dW of bfloat16: rounded once a chunk (lean), or kept in 24 bits where the shape allows, else in float32 beside it.
   const bool exact = need.dw && problem.weight_leaf == ScalarType::BFloat16 && !problem.lean;
   const bool split = exact && can_split(classes, hidden) && chunks.count <= kMaxSplitChunks;
@@ -141,9 +138,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   FusedSortParams sort{};
   if (need_targets) {
     int32_t* at = scratch.lists;
-    sort = {counts_ptr,   row_index,         rows,          classes,       in.targets(),  in.shift,
-            at,           at + rows,         at + 2 * rows, at + 3 * rows, at + 4 * rows, at + 4 * rows + classes,
-            scratch.sort, size_t(sort_bytes)};
+    sort = {counts_ptr, row_index, rows,          classes,       in.targets(),  in.shift,
+            at,         at + rows, at + 2 * rows, at + 3 * rows, at + 4 * rows, at + 4 * rows + classes};
     done(launch_fused_sort(sort, stream_), "fused sort");
   }
   if (scratch.bias) done(launch_fused_bias({bias, classes, scratch.padded, scratch.bias}, stream_), "fused bias");

@@ -113,7 +113,7 @@ FusedSortParams sort_lists(const Tensor& lists, int64_t rows, int64_t classes) {
   FusedSortParams p{};
   int32_t* at = data<int32_t>(lists);
   p.rows = rows, p.num_classes = classes;
-  p.keys_in = at, p.keys = at + rows, p.positions_in = at + 2 * rows, p.positions = at + 3 * rows;
+  p.tile_keys = at, p.keys = at + rows, p.tile_positions = at + 2 * rows, p.positions = at + 3 * rows;
   p.starts = at + 4 * rows, p.ends = p.starts + classes;
   return p;
 }
@@ -170,12 +170,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flce_shard_fused_begin(Tensor input, 
   const ScalarType sum_dtype = exact && !split ? ScalarType::Float : weight_dtype;
   Tensor dw = need_dw ? new_empty(input, {classes, hidden}, sum_dtype) : new_empty(input, {0}, sum_dtype);
   if (need_dw && classes) {
-    const int64_t bytes = int64_t(fused_sort_scratch_bytes(in.rows, classes));
-    const Tensor scratch = new_bytes(input, bytes);
     FusedSortParams sort = sort_lists(lists, in.rows, classes);
     sort.counts = chunk.counts, sort.row_index = chunk.row_index;
     sort.targets = in.targets(), sort.shift = in.shift, sort.first_class = first_class;
-    sort.scratch = scratch.mutable_data_ptr(), sort.scratch_bytes = size_t(bytes);
     CudaBackend::done(launch_fused_sort(sort, backend.stream()), "fused sort");
   }
   return {logits, lists, dw, low};
