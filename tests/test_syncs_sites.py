@@ -94,6 +94,15 @@ def test_libraries_are_where_packages_are_installed(load: Load) -> None:
         assert frames.class_of_file(file) == sites.USER
 
 
+def test_this_package_is_no_code_of_the_user(load: Load) -> None:
+    """Wherever it lies: here, in a checkout. Its own finder is not even a library."""
+    package = Path(sites.__file__).parents[1]
+    frames = load("/home/me/pytorch/torch").Frames()
+    assert frames.class_of_file(str(package / "integrations" / "transformers.py")) == sites.LIBRARY
+    assert frames.class_of_file(str(package / "syncs" / "timer.py")) == sites.OURS
+    assert frames.class_of_file(f"{package}_user/train.py") == sites.USER
+
+
 def test_a_folder_that_joins_the_path_later_counts(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = load("/home/me/pytorch/torch").Frames()
     assert frames.class_of_file("/late/site-packages/a.py") == sites.USER

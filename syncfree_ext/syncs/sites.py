@@ -24,6 +24,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
 _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 _DYNAMO = (_TORCH + "_dynamo" + os.sep, _TORCH + "_compile.py")
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _ENGINE = _TORCH + os.sep.join(("autograd", "graph.py"))  # noqa: PTH118
@@ -134,7 +135,8 @@ class Frames:
         if file.startswith(_TORCH):
             # Dynamo's frames stand around others (a dispatch mode, a compiled function) and say nothing.
             return STDLIB if file.startswith(_DYNAMO) else TORCH
-        if file.startswith(package_folders()):
+        # This package is a library where it is installed editable or runs from a checkout, too.
+        if file.startswith((_PACKAGE, *package_folders())):
             return LIBRARY
         # Generated code (<string>, <frozen runpy>) has no line to show; what called it has. A notebook's cells have.
         if file.startswith(_STDLIB) or (file.startswith("<") and not file.startswith("<ipython")):
