@@ -239,6 +239,12 @@ def test_children(device: torch.device) -> None:
     assert soak_parts.processes(device, 1) == {"fork": 1, "spawn": 1}
 
 
+def test_a_child_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_parts, "_child", lambda *_: sys.exit(3))
+    with pytest.raises(AssertionError, match="a child by fork ended with 3 and gave nothing"):
+        soak_parts.processes(torch.device("cpu"), 1)
+
+
 @pytest.mark.parametrize("name", ["scalars pending", "a thread that outlives the main one"])
 def test_exit_with_work_in_flight(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_parts, "EXITS", {name: soak_parts.EXITS[name]})
