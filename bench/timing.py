@@ -1,13 +1,15 @@
 """Interleaved timing: every participant runs a block of calls in each round, and the rounds repeat.
 
-A block lasts at least `block_ms`, because a GPU boosts its clocks in shorter ones; its first call is not counted. A
-round's figure is the median of its calls. The result is the median of the rounds, with the lowest and the highest round
-as spread.
+A block lasts at least `block_ms`, because a GPU boosts its clocks in shorter ones; its first call is not counted, and
+on a GPU neither is half as long again before it, in which clocks settle. Each round has another order, because what
+ran before leaves the GPU warm or cool. A round's figure is the median of its calls. The result is the median of the
+rounds, with the lowest and the highest round as spread.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +83,9 @@ def block(step: Step, device: torch.device, block_ms: float, first: int = 0) -> 
         # Else the marks would show how long the host takes to queue a call. The queue holds about a thousand launches.
         calls = min(calls, 60)
         torch.cuda._sleep(_HEAD_START_CYCLES)
+    elif device.type == "cuda":
+        for i in range(calls // 2):
+            step(first + 1 + i, Marks(device))
     marks = [Marks(device) for _ in range(calls)]
     for i, mark in enumerate(marks):
         step(first + 1 + i, mark)
@@ -109,7 +114,7 @@ def interleave(
     for number in range(rounds):
         if number and time.monotonic() > deadline:
             return
-        for participant in participants:
+        for participant in random.Random(number).sample(participants, len(participants)):
             if participant.failure:
                 continue
             try:

@@ -55,6 +55,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("device", devices, indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU slow tests come first, and those that want it alone last: who waits to be alone keeps all others out."""
+    if torch.cuda.is_available():
+        items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("slow")))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """On the GPU tests run side by side, in the processes of pytest-xdist, but those that measure it run alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -191,6 +192,31 @@ def test_a_participant_that_fails_leaves_the_others_alone() -> None:
     assert both[0].failure == "RuntimeError: out of memory"
     assert len(both[1].parts["total"]) == 3
     assert set(both[1].stats()) == {"half", "end", "total"}
+
+
+def test_each_round_has_everyone_in_another_order() -> None:
+    order: list[str] = []
+
+    def one(name: str) -> timing.Participant:
+        def step(call: int, mark: devices.Marks) -> None:
+            mark("start")
+            if not order or order[-1] != name:
+                order.append(name)
+            mark("end")
+
+        return timing.Participant(name, step)
+
+    names = ["a", "b", "c", "d", "e"]
+    timing.interleave([one(name) for name in names], torch.device("cpu"), rounds=1, block_ms=0.0)
+    first = order.copy()
+    assert sorted(first) == names
+    order.clear()
+    everyone = [one(name) for name in names]
+    timing.interleave(everyone, torch.device("cpu"), rounds=4, block_ms=0.0)
+    assert order[: len(names)] == first  # the same in every run
+    assert all(len(participant.parts["total"]) == 4 for participant in everyone)
+    before = set(itertools.pairwise(order))
+    assert len({a for a, b in before if b == "a"}) > 1  # not always after the same one
 
 
 def test_one_round_runs_past_the_deadline() -> None:

@@ -76,6 +76,19 @@ def test_which_tests_take_a_turn(
     assert is_free("gpu", fcntl.LOCK_EX, tmp_path)
 
 
+def test_what_takes_long_comes_first_and_what_is_alone_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = {"a": (), "b": ("alone",), "c": ("slow",), "d": (), "e": ("alone", "slow"), "f": ("slow",)}
+
+    def item(marks: tuple[str, ...], name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, get_closest_marker=lambda mark: mark if mark in marks else None)
+
+    for there, order in ((True, "cfadeb"), (False, "abcdef")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        items = [item(marks, name) for name, marks in tests.items()]
+        conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+        assert "".join(i.name for i in items) == order
+
+
 def test_what_measures_the_gpu_is_marked() -> None:
     """The sync finder's cases judge by time."""
     import test_syncs_cases

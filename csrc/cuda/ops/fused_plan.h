@@ -34,7 +34,8 @@ inline bool has_aligned_rows(const Tensor& t) {
          (reinterpret_cast<uintptr_t>(t.const_data_ptr()) & 15) == 0;
 }
 
-// E takes no more than the default workspace (lean: half of it), and no more than dW where 2048 rows do not need more.
+// E takes no more than the default workspace (lean: half of it), and no more than dW where 2048 rows (lean: 1280) do not
+// need more.
 // Of the sizes from there to half of it, the one that keeps the multiprocessors busiest. beside_dw: as fused_cost has it.
 inline ChunkPlan fused_plan(int64_t rows, int64_t classes, int64_t hidden, int64_t chunk_rows, int64_t workspace_bytes,
                             bool lean, bool beside_dw) {
@@ -43,7 +44,7 @@ inline ChunkPlan fused_plan(int64_t rows, int64_t classes, int64_t hidden, int64
   const auto plan_for = [&](int64_t workspace, int64_t least) {
     return plan_chunks(rows, row_bytes, 0, 0, workspace, least, kRowGroup);
   };
-  const int64_t most = std::max<int64_t>(hidden, 2048) * row_bytes,
+  const int64_t most = std::max<int64_t>(hidden, lean ? 1280 : 2048) * row_bytes,
                 budget = CudaBackend::kDefaultWorkspace / (lean ? 2 : 1);
   ChunkPlan best =
       workspace_bytes ? plan_for(workspace_bytes, 1) : plan_for(std::min(budget, most), CudaBackend::kMinRows);
