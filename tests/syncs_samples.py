@@ -30,11 +30,11 @@ def random_report(draw: random.Random, rows: int = 7, steps: int = 3) -> Report:
     )
     report.replay_ms, report.free_ms, report.busy_ms = report.step_ms * 1.01, report.step_ms * 0.7, report.step_ms * 0.6
     for index in range(rows):
-        backward = draw.random() < 0.3
+        backward, line = draw.random() < 0.3, draw.randrange(2, 500)
         report.rows.append(
             Row(
                 file=f"dir/train {index}.py",
-                line=draw.randrange(1, 500),
+                line=line,
                 function="Model.forward",
                 source=f"x = y[mask].item()  # {NASTY}",
                 kind=kinds[index % len(kinds)],
@@ -51,7 +51,7 @@ def random_report(draw: random.Random, rows: int = 7, steps: int = 3) -> Report:
                 idle_ms=draw.random() * 3,
                 saves_ms=draw.random(),
                 ranks=[0],
-                excerpt=[(1, "import torch"), (2, f"y = {NASTY}")],
+                excerpt=[(line - 1, "import torch"), (line, f"y = {NASTY}")],
             )
         )
     for _ in range(steps):
