@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
-from .model import NOISE, Queue, Step
+from .model import LAUNCH, NOISE, Queue, Step
 from .report import Report, Row, Slow, Timeline
 from .sites import Site, resolve, short_path
 from .timer import Call, Entry, Like
@@ -71,19 +71,22 @@ def work_of(timed: Sequence[Timed]) -> list[float]:
     """The GPU's time for each entry.
 
     It is measured where the GPU lagged behind the host. Where it was starved, it is taken from calls alike that were
-    measured; if there are none, half of the upper bound is as good as any guess.
+    measured. If there are none it is a guess: the call handed over its work shortly before it returned, and took no
+    less than half of its time to get there, however long a busy machine kept it.
     """
     known: dict[Like, list[float]] = {}
     for entry in timed:
         if entry.like is not None and not entry.starved:
             known.setdefault(entry.like, []).append(entry.upper)
     usual = {like: statistics.median(times) for like, times in known.items()}
-    return [
-        min(entry.upper, usual.get(entry.like, entry.upper / 2) if entry.like is not None else entry.upper)
-        if entry.starved
-        else entry.upper
-        for entry in timed
-    ]
+
+    def work(entry: Timed) -> float:
+        if not entry.starved or entry.like is None:
+            return entry.upper
+        guess = min(entry.upper / 2, max(0.0, entry.after - entry.end) + LAUNCH)
+        return min(entry.upper, usual.get(entry.like, guess))
+
+    return [work(entry) for entry in timed]
 
 
 def _looks_like_a_wait(entry: Timed, slow: float) -> bool:
