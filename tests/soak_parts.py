@@ -243,7 +243,7 @@ def out_of_memory(device: torch.device, budgets: int = 24) -> Numbers:
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
             kept = _kept(device, before)
-            assert kept <= 0, f"{kept} bytes were kept by a call that ran out of memory"
+            assert kept <= 0, f"{kept} bytes were kept by a call that ran out of memory; alive are {_alive(device)}"
             same(problem.run(), expected, f"problem {number} after running out of memory")
         del problem, expected
     assert failures >= len(LARGE) * budgets // 2, f"memory ran out {failures} times only"
@@ -263,6 +263,12 @@ def _kept(device: torch.device, before: int) -> int:
         if kept <= 0 or time.monotonic() > deadline:
             return kept
         time.sleep(0.05)
+
+
+def _alive(device: torch.device) -> str:
+    """The tensors that Python knows of, by shape and dtype."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.device.type == device.type]
+    return ", ".join(sorted(f"{tuple(t.shape)} {t.dtype}" for t in tensors))
 
 
 def _freed(device: torch.device) -> int:
