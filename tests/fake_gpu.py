@@ -36,6 +36,9 @@ class FakeGpu:
     def record(self) -> float:
         return max(self.time, self.done)
 
+    def stream(self) -> int:
+        return 0
+
     def capturing(self) -> bool:
         return self.captures
 

@@ -12,6 +12,7 @@ import torch
 
 from syncfree_ext.syncs import Kind
 from syncfree_ext.syncs.kinds import Counts, kind_of_unknown, rule_of
+from syncfree_ext.syncs.timer import engine_of
 
 aten = torch.ops.aten
 DEVICE = torch.zeros(4, device="meta")
@@ -96,3 +97,20 @@ def test_pinned_memory() -> None:
         hint = rule(args, {}, "cuda")
         assert hint is not None
         assert hint.detail == "pinned, but blocking"
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "out", "engine"),
+    [
+        (aten.copy_.default, (HOST, DEVICE), HOST, "to host"),
+        (aten.copy_.default, (HOST, DEVICE, True), HOST, "to host"),
+        (aten.copy_.default, (DEVICE, HOST, True), DEVICE, "to device"),
+        (aten.copy_.default, (DEVICE, DEVICE), DEVICE, None),
+        (aten._to_copy.default, (DEVICE,), HOST, "to host"),
+        (aten._to_copy.default, (HOST,), DEVICE, "to device"),
+        (aten._to_copy.default, (HOST,), HOST, None),
+        (aten.add.Tensor, (DEVICE, HOST), DEVICE, None),
+    ],
+)
+def test_the_engine_of_a_copy(op: Any, args: tuple[Any, ...], out: torch.Tensor, engine: str | None) -> None:
+    assert engine_of(op, args, out, "meta") == engine

@@ -10,7 +10,7 @@ import torch
 
 from fake_gpu import HOST, READ, FakeGpu
 from syncfree_ext.syncs.collect import Timed, build
-from syncfree_ext.syncs.model import LAUNCH, NOISE, Queue, Step
+from syncfree_ext.syncs.model import LAUNCH, NOISE, Link, Queue, Step
 from syncfree_ext.syncs.report import Report
 from syncfree_ext.syncs.timer import SLOW
 
@@ -152,3 +152,137 @@ def test_the_report_says_what_measuring_took() -> None:
     assert (report.own_ms, report.step_ms) == (pytest.approx(0.8), pytest.approx(4.0))
     assert report.replay_ms < report.step_ms
     assert Report.from_json(report.to_json()).own_ms == report.own_ms
+
+
+# Several streams
+
+
+class Streams:
+    """Streams, events and copy engines, in which a program runs; what was measured is kept as steps."""
+
+    def __init__(self, gone: Sequence[int] = ()) -> None:
+        self.gone = gone
+        self.host = 0.0
+        self.done: dict[int, float] = {}
+        self.engines: dict[str, float] = {}
+        self.events: dict[int, float] = {}
+        self.steps: list[Step | Link] = []
+
+    def op(self, work: float, stream: int = 0, engine: str | None = None) -> None:
+        self.host += 5e-6  # Python
+        before = max(self.done.get(stream, 0.0), self.engines.get(engine or "", 0.0))
+        self.steps.append(Step(self.host, self.host + HOST, before, work, stream=stream, engine=engine))
+        self.done[stream] = max(before, self.host) + work
+        if engine is not None:
+            self.engines[engine] = self.done[stream]
+        self.host += HOST
+
+    def read(self, row: int, stream: int = 0) -> None:
+        """Waits for the stream, and comes after all copies to the host that were queued before."""
+        start, before = self.host, self.done.get(stream, 0.0)
+        if row in self.gone:
+            self.host += LAUNCH
+        else:
+            self.host = max(start, before, self.engines.get("to host", 0.0)) + READ
+        self.steps.append(Step(start, self.host, before, 0.0, row, stream=stream, engine="to host"))
+
+    def link(self, event: int, stream: int, waits: bool) -> None:
+        there = self.done.get(stream, 0.0)
+        if waits:
+            self.done[stream] = max(there, self.events.get(event, 0.0))
+        else:
+            self.events[event] = max(there, self.host)
+        self.steps.append(Link(self.host, stream, event, waits))
+
+    @property
+    def length(self) -> float:
+        first = next(step.start for step in self.steps if isinstance(step, Step))
+        return max(self.host, self.done.get(0, 0.0)) - first
+
+
+def offloading(gone: Sequence[int] = (), steps: int = 6) -> Streams:
+    """A loop that copies to the host on a second stream and, behind that, reads three numbers: the copy takes 24 ms,
+    the step's work 30 ms, and the host needs 15 ms to issue it."""
+    run = Streams(gone)
+    for _ in range(steps):
+        for i in range(1000):
+            run.op(30e-6)
+            if i == 500:
+                run.read(3)  # when the copy of the last step is over
+        run.link(1, 1, False)
+        run.link(1, 0, True)  # the copy of the last step must be over
+        run.op(200e-6)
+        run.link(2, 0, False)
+        run.link(2, 1, True)
+        run.op(24e-3, stream=1, engine="to host")
+        for row in range(3):
+            run.read(row)
+    return run
+
+
+@pytest.mark.parametrize("gone", [(), (0,), (1,), (0, 1), (0, 1, 2), (3,), (0, 1, 2, 3)], ids=str)
+def test_reads_behind_copies_of_another_stream(gone: tuple[int, ...]) -> None:
+    """The first of them takes what the copy takes; without it the next one does."""
+    measured = offloading()
+    queue = Queue(measured.steps, measured.host)
+    assert queue.replay(removed=()) == pytest.approx(measured.length, rel=1e-9)
+    assert queue.replay(removed=gone) == pytest.approx(offloading(gone).length, rel=1e-9)
+    others = [row for row in range(4) if row not in gone]
+    assert queue.replay(only=gone) == pytest.approx(offloading(others).length, rel=1e-9)
+
+
+def test_a_copy_beside_the_work_is_no_work_of_it() -> None:
+    run = Streams()
+    for _ in range(5):
+        run.link(1, 0, False)
+        run.link(1, 1, True)
+        run.op(10e-3, stream=1, engine="to device")
+        for _ in range(100):
+            run.op(50e-6)
+        run.read(0)
+    queue = Queue(run.steps, run.host)
+    assert queue.replay(removed=()) == pytest.approx(run.length, rel=1e-9)
+    assert run.length < 5 * 8e-3  # not 5 x 15
+    # A program that ends with copies under way is over when its main stream is.
+    assert queue.measured == pytest.approx(run.length, rel=1e-9)
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+def test_savings_with_several_streams(draw: random.Random, streams: int) -> None:
+    """Random ops, copies, events and reads on several streams."""
+
+    def play(seed: int, gone: Sequence[int] = ()) -> Streams:
+        random_step, run = random.Random(seed), Streams(gone)
+        for _ in range(600):
+            stream = random_step.choice([0] * 6 + list(range(1, streams)))
+            what, work = random_step.random(), random_step.expovariate(1 / 20e-6)
+            if what < 0.06:
+                run.read(random_step.randrange(3), stream)
+            elif what < 0.16:
+                run.link(random_step.randrange(8), stream, random_step.random() < 0.5)
+            elif stream and what < 0.4:
+                run.op(20 * work, stream, random_step.choice(["to host", "to device"]))
+            else:
+                run.op(work, stream)
+        return run
+
+    for _ in range(30):
+        seed = draw.randrange(2**31)
+        measured = play(seed)
+        queue = Queue(measured.steps, measured.host)
+        for gone in ((), (0,), (1, 2), (0, 1, 2)):
+            assert queue.replay(removed=gone) == pytest.approx(play(seed, gone).length, abs=1e-9)
+
+
+def test_an_engine_that_reads_do_not_wait_for() -> None:
+    """A GPU with several engines: a read that was over long before the copy shows that it has its own."""
+    steps = [
+        Step(0.0, 1e-5, 0.0, 5e-2, stream=1, engine="to host"),
+        Step(1e-5, 2e-5, 0.0, 1e-3),
+        Step(2e-5, 1.1e-3, 1.02e-3, 0.0, row=0, engine="to host"),
+        Step(1.1e-3, 1.2e-3, 1.1e-3, 1e-3),
+        Step(1.2e-3, 2.2e-3, 2.1e-3, 0.0, row=1, engine="to host"),
+    ]
+    queue = Queue(steps, 2.2e-3)
+    assert queue.replay(removed=()) == pytest.approx(2.2e-3)
+    assert queue.replay(removed=(0,)) < 2.3e-3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ from torch import Tensor
 
 from fake_gpu import Card, FakeGpu, fake_card
 from syncfree_ext.syncs import Report, explicit, find_syncs, internals, step
-from syncfree_ext.syncs.collect import Timed, ops_that_wait, work_of
+from syncfree_ext.syncs.collect import Timed, ops_that_wait, resolve_events, work_of
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
 from syncfree_ext.syncs.model import LAUNCH
 from syncfree_ext.syncs.sites import Frames
-from syncfree_ext.syncs.timer import own_time
+from syncfree_ext.syncs.timer import Entry, Timer, own_time
 
 HERE = Path(__file__).name
 
@@ -361,11 +363,91 @@ def test_explicit_calls_of_another_thread_are_not_seen() -> None:
 
 
 def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
-    originals = [(owner, name, vars(owner).get(name)) for owner, name, _, _ in explicit._targets()]
+    names = [(owner, name) for owner, name, _, _ in explicit._targets()]
+    names += [(torch.cuda.Event, "record"), (torch.cuda.Event, "wait")]
+    originals = [(owner, name, vars(owner).get(name)) for owner, name in names]
     with fake_card() as gpu, find_syncs(warmup=0, steps=1, gpu=gpu):
         assert all(vars(owner).get(name) is not own for owner, name, own in originals)
         torch.ones(1)
     assert all(vars(owner).get(name) is own for owner, name, own in originals)
+
+
+def test_streams_and_their_links_are_told_apart() -> None:
+    """An op comes after its own stream, after an event that this waits for, and a copy after those on its engine."""
+    gpu = FakeGpu()
+    entries = [
+        Entry(0.0, 1.0, None, 10.0, None),
+        Entry(1.0, 1.0, None, None, None, link=(7, False)),
+        Entry(1.0, 2.0, None, 5.0, None, stream=1, engine="to host"),
+        Entry(2.0, 3.0, None, 30.0, None, stream=2, engine="to host"),
+        Entry(3.0, 3.0, None, None, None, stream=1, link=(7, True)),
+        Entry(3.0, 4.0, None, 12.0, None, stream=1),
+        Entry(4.0, 5.0, None, 11.0, None),
+        Entry(5.0, 5.0, None, None, None, stream=3, link=(8, True)),  # an event of before
+        Entry(5.0, 6.0, None, 6.5, None, stream=3),
+    ]
+    timed = resolve_events(entries, gpu)
+    assert [t.before for t in timed] == [0.0, 10.0, 0.0, 5.0, 10.0, 10.0, 10.0, 0.0, 0.0]
+    assert [t.upper for t in timed if t.link is None] == [10.0, 4.0, 25.0, 2.0, 1.0, 1.5]
+
+
+def test_links_are_noted_while_the_timer_runs() -> None:
+    gpu = FakeGpu()
+    timer = Timer(gpu, Frames())
+    event, stream = object(), SimpleNamespace(stream_id=5)
+    recorded: list[tuple[Any, Any]] = []
+
+    def original(event: Any, stream: Any = None) -> None:
+        recorded.append((event, stream))
+
+    with explicit.listening(timer.explicit, timer.link), explicit.listening(lambda *_: nullcontext()):
+        explicit._linked(original, False)(event)
+        timer.start()
+        explicit._linked(original, False)(event)
+        explicit._linked(original, True)(event, stream)
+        with timer.untimed():
+            explicit._linked(original, True)(event, stream)
+        gpu.captures = True
+        explicit._linked(original, True)(event)
+    assert len(recorded) == 5
+    assert [(entry.stream, entry.link) for entry in timer.entries] == [(0, (id(event), False)), (5, (id(event), True))]
+
+
+def test_a_loop_that_copies_beside_its_work() -> None:
+    """Through the whole finder: the copy of another stream is no work of the first, and hides no wait."""
+    stream = 0
+
+    class TwoStreams(FakeGpu):
+        beside = 100.0
+
+        def stream(self) -> int:
+            return stream
+
+        def record(self) -> float:
+            return max(self.time, self.beside if stream else self.done)
+
+        def work(self, seconds: float) -> None:
+            if stream:
+                self.beside = max(self.beside, self.time) + seconds
+            else:
+                super().work(seconds)
+
+    gpu = TwoStreams()
+    x = torch.ones(4)
+    with Card(gpu, {"aten::mul": 20e-3}), find_syncs(warmup=1, steps=4, gpu=gpu) as report:
+        for _ in range(6):
+            for _ in range(100):
+                x + 1
+            stream = 1
+            x * 2
+            stream = 0
+            (x + 1).sum().item()
+            step()
+    (row,) = report.rows
+    assert report.step_ms < 5
+    assert report.replay_ms == pytest.approx(report.step_ms, rel=0.02)
+    assert abs(report.model_error) < 0.02
+    assert row.saves_ms < report.step_ms
 
 
 def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:

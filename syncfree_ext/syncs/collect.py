@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
-from .model import LAUNCH, NOISE, Queue, Step
+from .model import LAUNCH, NOISE, Link, Queue, Step
 from .report import Report, Row, Slow, Timeline
 from .sites import Site, resolve, short_path
 from .timer import Call, Entry, Like
@@ -41,6 +41,9 @@ class Timed:
     after: float
     call: Call | None
     like: Like | None = None
+    stream: int = 0
+    engine: str | None = None
+    link: tuple[int, bool] | None = None
 
     @property
     def upper(self) -> float:
@@ -54,16 +57,38 @@ class Timed:
 
 
 def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
-    """The entries in the order of the host, with times for events. An entry without one before takes the last one."""
+    """The entries in the order of the host, with times for events.
+
+    An entry without an event before takes the last one of its stream, or what that waits for: an event of another
+    stream, a copy engine that is taken.
+    """
     entries = sorted(entries, key=lambda entry: entry.start)
     events = [event for entry in entries for event in (entry.before, entry.after) if event is not None]
     times = iter(gpu.resolve(events))
     timed: list[Timed] = []
-    done = entries[0].start if entries else 0.0
+    first = entries[0].start if entries else 0.0
+    done: dict[int, float] = {}
+    engines: dict[str, float] = {}
+    recorded: dict[int, float] = {}
     for entry in entries:
-        before = next(times) if entry.before is not None else done
-        done = next(times)
-        timed.append(Timed(entry.start, entry.end, before, done, entry.call, entry.like))
+        before = max(next(times) if entry.before is not None else first, done.get(entry.stream, first))
+        if entry.link is not None:
+            event, waits = entry.link
+            if waits:
+                done[entry.stream] = before = max(before, recorded.get(event, first))
+            else:
+                recorded[event] = max(before, entry.start)
+            after = before
+        else:
+            after = next(times)
+            waits = entry.call is not None and entry.call.counts is Counts.ALWAYS
+            if entry.engine is not None and not waits:
+                before = max(before, min(engines.get(entry.engine, first), after))
+                engines[entry.engine] = after
+            done[entry.stream] = after
+        timed.append(
+            Timed(entry.start, entry.end, before, after, entry.call, entry.like, entry.stream, entry.engine, entry.link)
+        )
     return timed
 
 
@@ -172,12 +197,15 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
     rows: dict[tuple[object, ...], int] = {}
     report = Report(steps=count, step_ms=(boundaries[-1] - boundaries[0]) * 1e3 / count)
     slow_ops: dict[tuple[str, str], Slow] = {}
-    steps: list[Step] = []
+    steps: list[Step | Link] = []
     waiting = ops_that_wait(timed, slow)
     for entry, work in zip(timed, work_of(timed), strict=True):
+        if entry.link is not None:
+            steps.append(Link(entry.start, entry.stream, *entry.link))
+            continue
         verdict = judge(entry, slow, waiting)
         if verdict is not Verdict.WAIT or entry.call is None:
-            steps.append(Step(entry.start, entry.end, entry.before, work))
+            steps.append(Step(entry.start, entry.end, entry.before, work, stream=entry.stream, engine=entry.engine))
             if verdict is Verdict.SLOW and entry.call is not None:
                 _add_slow(slow_ops, entry.call, entry.end - entry.start, count)
             continue
@@ -195,6 +223,8 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             index,
             drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
+            stream=entry.stream,
+            engine=entry.engine,
         )
         steps.append(step)
         row.calls += 1
@@ -208,11 +238,12 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         row.blocked_ms /= count
         row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
-    report.own_ms = own * len(steps) * 1e3 / count
+    ops = [step for step in steps if isinstance(step, Step)]
+    report.own_ms = own * len(ops) * 1e3 / count
     _add_costs(report, steps, boundaries[-1], count, own)
-    busy = _busy(steps)
+    busy = _busy(ops)
     report.busy_ms = sum(end - start for start, end in busy) * 1e3 / count
-    report.timelines = _timelines(steps, busy, boundaries)
+    report.timelines = _timelines(ops, busy, boundaries)
     report.rank_rows()
     return report
 
@@ -225,7 +256,7 @@ def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float
     entry.ms += duration * 1e3 / count
 
 
-def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int, own: float) -> None:
+def _add_costs(report: Report, steps: Sequence[Step | Link], end: float, count: int, own: float) -> None:
     as_measured, queue = Queue(steps, end), Queue(steps, end, own)
     scale = 1e3 / count
     measured = as_measured.measured
@@ -241,8 +272,7 @@ def _add_costs(report: Report, steps: Sequence[Step], end: float, count: int, ow
 def _busy(steps: Sequence[Step]) -> list[tuple[float, float]]:
     """When the GPU worked, on the host's clock; gaps too short to see are closed."""
     intervals: list[tuple[float, float]] = []
-    for step in steps:
-        start, end = max(step.before, step.start), step.after
+    for start, end in sorted((max(step.before, step.start), step.after) for step in steps):
         if end <= start:
             continue
         if intervals and start - intervals[-1][1] <= NOISE:

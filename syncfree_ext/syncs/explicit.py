@@ -3,6 +3,9 @@
 torch's sync-debug mode is silent about events, devices and collectives, and no dispatch mode sees them. The wrappers
 are put in place by the first listener and taken away by the last. A function that was imported by name before that
 (`from torch.cuda import synchronize`) is not seen.
+
+Events that are recorded, and waited for by a stream, make no host wait. Who asks is told of them, because they say in
+what order the streams work.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import torch
 from .kinds import Counts, Hint, Kind
 
 Around = Callable[[str, Hint], AbstractContextManager[None]]
+# An event, a stream (None: the current one), and whether the stream waits for the event or records it.
+Link = Callable[[Any, Any, bool], None]
 
 _WAIT = Hint(Kind.EXPLICIT)
 _WAIT_IF_SLOW = Hint(Kind.EXPLICIT, "", Counts.IF_SLOW)
 _COLLECTIVE = Hint(Kind.COLLECTIVE, "", Counts.IF_SLOW)
 _EMPTY_CACHE = Hint(Kind.ALLOCATOR, "empty_cache")
 
-_listeners: list[Around] = []
+_listeners: list[tuple[Around, Link | None]] = []
 _originals: list[tuple[Any, str, Any]] = []
 _lock = threading.RLock()
 
@@ -49,19 +54,36 @@ def _wrapped(original: Any, name: str, hint: Hint) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         with ExitStack() as stack:
-            for around in tuple(_listeners):
+            for around, _ in tuple(_listeners):
                 stack.enter_context(around(name, hint))
             return original(*args, **kwargs)
 
     return wrapper
 
 
+def _linked(original: Any, waits: bool) -> Any:
+    @functools.wraps(original)
+    def wrapper(event: Any, stream: Any = None) -> Any:
+        result = original(event, stream)
+        if not torch.compiler.is_compiling():
+            for _, link in tuple(_listeners):
+                if link is not None:
+                    link(event, stream, waits)
+        return result
+
+    return wrapper
+
+
 def _install() -> None:
-    for owner, attribute, name, hint in _targets():
+    def put(owner: Any, attribute: str, wrapper: Any) -> None:
         # None: the class inherits it, and taking the wrapper away is enough.
-        own = vars(owner).get(attribute)
-        _originals.append((owner, attribute, own))
-        setattr(owner, attribute, _wrapped(getattr(owner, attribute), name, hint))
+        _originals.append((owner, attribute, vars(owner).get(attribute)))
+        setattr(owner, attribute, wrapper)
+
+    for owner, attribute, name, hint in _targets():
+        put(owner, attribute, _wrapped(getattr(owner, attribute), name, hint))
+    for attribute, waits in (("record", False), ("wait", True)):
+        put(torch.cuda.Event, attribute, _linked(getattr(torch.cuda.Event, attribute), waits))
 
 
 def _remove() -> None:
@@ -74,16 +96,17 @@ def _remove() -> None:
 
 
 @contextmanager
-def listening(around: Around) -> Iterator[None]:
-    """Inside, each of these calls runs within `around(name, hint)`."""
+def listening(around: Around, link: Link | None = None) -> Iterator[None]:
+    """Inside, each of these calls runs within `around(name, hint)`, and `link` is told of events and streams."""
+    listener = around, link
     with _lock:
         if not _listeners:
             _install()
-        _listeners.append(around)
+        _listeners.append(listener)
     try:
         yield
     finally:
         with _lock:
-            _listeners.remove(around)
+            _listeners.remove(listener)
             if not _listeners:
                 _remove()

@@ -27,6 +27,9 @@ class Gpu(Protocol):
     def record(self) -> Any:
         """An event in the current stream."""
 
+    def stream(self) -> int:
+        """Which stream is the current one."""
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph, where events must not be recorded."""
 
@@ -43,6 +46,10 @@ class Gpu(Protocol):
         """Queues work that keeps the GPU busy for about that long."""
 
 
+# While the timer listens, events that the script records are seen (explicit.py). These are its own.
+_record = torch.cuda.Event.record
+
+
 class CudaGpu:
     """The current CUDA device of this process."""
 
@@ -57,8 +64,12 @@ class CudaGpu:
     def record(self) -> torch.cuda.Event:
         """An event with a time stamp, in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        _record(event)
         return event
+
+    def stream(self) -> int:
+        """The number of the current stream."""
+        return int(torch.cuda.current_stream().stream_id)
 
     def calibrate(self) -> None:
         """Waits for the GPU and ties its clock to the host's."""

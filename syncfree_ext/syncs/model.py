@@ -1,11 +1,15 @@
-"""What each wait costs: the host and the GPU as a queue, replayed with and without a wait.
+"""What each wait costs: the host and the GPU's streams as queues, replayed with and without a wait.
 
-The host issues ops in order; each takes host time and hands the GPU some work. The GPU does the work in order and
-idles when it runs out. So with h the host's time and g the time when the GPU has done all it was given,
+The host issues ops in order; each takes host time and hands a stream some work. A stream does its work in order and
+idles when it runs out. So with h the host's time and g the time when a stream has done all it was given,
 
     op:           g = max(g, h) + work;   h = h + duration
-    kept wait:    h = max(h, g) + rest    (rest: what the call takes beyond the GPU's backlog)
+    kept wait:    h = max(h, g) + rest    (rest: what the call takes beyond the stream's backlog)
     removed wait: h = h + a few microseconds
+
+Streams wait for each other by events: recorded, e = max(g, h) of one; waited for, g = max(g, e) of the other. A copy
+between host and GPU needs its engine as well, one for each direction, which does one copy after another: a number
+that is read while another stream copies gigabytes to the host comes after those.
 
 All durations are measured, so a replay with every wait must end when the measured steps ended, and the report says how
 far it is off. Then what the timer itself took between the ops is left out: a host that it slows down is less often
@@ -16,13 +20,14 @@ the report:
   either alone costs as much as both, and both get the whole amount.
 - **saves**: how much shorter a step becomes when these alone go. It is small while another wait drains the GPU anyway.
 
-Ops between two waits act on (h, g) as one step, h += H, g = max(g + G, h + P), so a replay costs a few operations a
-wait.
+Ops of one stream between two waits act on (h, g) as one step, h += H, g = max(g + G, h + P), so a replay costs a few
+operations a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 # What is left of a wait that is replaced by asynchronous work: about one launch.
@@ -47,6 +52,8 @@ class Step:
     row: int | None = None
     drains: bool = True
     keeps_work: bool = False
+    stream: int = 0
+    engine: str | None = None  # of copies: the one that it needs
 
     @property
     def duration(self) -> float:
@@ -64,84 +71,183 @@ class Step:
         return max(self.before, self.start) + self.work
 
 
-@dataclass
-class _Segment:
-    """The ops before a wait, as one step of (h, g), and the wait; the last segment has none."""
+@dataclass(frozen=True)
+class Link:
+    """A stream recorded an event, or waits for it."""
 
+    start: float
+    stream: int
+    event: int
+    waits: bool
+
+
+@dataclass
+class _Run:
+    """Ops of one stream, as one step of (h, g)."""
+
+    stream: int
     host: float = 0.0
     work: float = 0.0
     path: float = float("-inf")
-    wait: Step | None = None
-
-    def add(self, gap: float, step: Step) -> None:
-        """Appends an op after `gap` seconds of Python."""
-        self.host += gap
-        self.launch(step.work)
-        self.host += step.duration
 
     def launch(self, work: float) -> None:
-        """Hands the GPU work at the host's present place."""
+        """Hands the stream work at the host's present place."""
         self.path = max(self.path, self.host) + work
         self.work += work
+
+
+@dataclass
+class _Copy:
+    """A copy that the host does not wait for, which needs its engine."""
+
+    gap: float
+    step: Step
+
+
+@dataclass
+class _Wait:
+    """A wait, `gap` seconds of Python after what came before."""
+
+    gap: float
+    step: Step
+    rest: float  # beyond what it waited for
 
 
 class Queue:
     """The measured steps, ready to be replayed.
 
     Args:
-        steps: ops and waits in the order of the host.
+        steps: ops, waits and links in the order of the host.
         end: when the last measured step ended on the host's clock.
         own: seconds that measuring took at each op and wait, which a replay leaves out.
     """
 
-    def __init__(self, steps: Sequence[Step], end: float, own: float = 0.0) -> None:
-        self._segments: list[_Segment] = []
-        self._start = steps[0].start if steps else 0.0
-        self._backlog = max(0.0, steps[0].before - self._start) if steps else 0.0
-        segment = _Segment()
+    def __init__(self, steps: Sequence[Step | Link], end: float, own: float = 0.0) -> None:
+        ops = [step for step in steps if isinstance(step, Step)]
+        self._items: list[_Run | _Copy | _Wait | Link] = []
+        self._start = ops[0].start if ops else 0.0
+        self._backlog = {ops[0].stream: max(0.0, ops[0].before - self._start)} if ops else {}
+        # The stream with most of the ops: what others still do at the end belongs to the next step.
+        self._main = Counter(step.stream for step in ops).most_common(1)[0][0] if ops else 0
+        self._shared = _engines_that_make_reads_wait(ops)
         now = self._start
-        done = self._start
+        done: dict[int, float] = {}
+        engines: dict[str, float] = {}
+        events: dict[int, float] = {}
+        run: _Run | None = None
         for step in steps:
+            if isinstance(step, Link):
+                self._items.append(step)
+                run = None
+                there = done.get(step.stream, self._start)
+                if step.waits:
+                    done[step.stream] = max(there, events.get(step.event, self._start))
+                else:
+                    events[step.event] = max(there, step.start)
+                continue
             gap = max(0.0, step.start - now - own)
-            if step.row is None:
-                segment.add(gap, step)
+            if step.row is None and step.engine is None:
+                if run is None or run.stream != step.stream:
+                    run = _Run(step.stream)
+                    self._items.append(run)
+                run.host += gap
+                run.launch(step.work)
+                run.host += step.duration
+            elif step.row is None and step.engine is not None:
+                self._items.append(_Copy(gap, step))
+                engines[step.engine] = step.after
+                run = None
             else:
                 if step.before > step.start + NOISE:
                     # What no op launched (a graph replay) shows between the last event and the one before the wait.
-                    segment.launch(max(0.0, step.before - max(done, now)))
-                segment.host += gap
-                segment.wait = step
-                self._segments.append(segment)
-                segment = _Segment()
+                    unseen = max(0.0, step.before - max(done.get(step.stream, self._start), now))
+                    if unseen > 0 and not (run is not None and run.stream == step.stream):
+                        run = _Run(step.stream)
+                        self._items.append(run)
+                    if unseen > 0 and run is not None:
+                        run.launch(unseen)
+                until = step.before
+                if step.engine in self._shared:
+                    until = max(until, engines.get(step.engine or "", until))
+                waited = min(max(0.0, until - step.start), step.duration) if step.drains else 0.0
+                self._items.append(_Wait(gap, step, step.duration - waited))
+                run = None
             now = max(now, step.end)
-            done = max(done, step.after)
-        segment.host += max(0.0, end - now - own)
-        self._segments.append(segment)
-        self.measured = max(end, done) - self._start
+            done[step.stream] = max(done.get(step.stream, self._start), step.after)
+        self._tail = max(0.0, end - now - own)
+        self.measured = max(end, done.get(self._main, end)) - self._start
 
     def replay(self, removed: Collection[int] | None = (), only: Collection[int] | None = None) -> float:
-        """Seconds until host and GPU are done, without the waits of some rows.
+        """Seconds until the host and its main stream are done, without the waits of some rows.
 
         Args:
             removed: rows whose waits go; None for all.
             only: rows whose waits stay, if given; all others go.
         """
-        host, gpu = 0.0, self._backlog
-        for segment in self._segments:
-            gpu = max(gpu + segment.work, host + segment.path)
-            host += segment.host
-            wait = segment.wait
-            if wait is None:
-                continue
-            rest = wait.duration - wait.waited if wait.drains else wait.duration
-            gone = wait.row not in only if only is not None else removed is None or wait.row in removed
-            if not gone:
-                if wait.drains:
-                    host = max(host, gpu) + rest
-                    gpu = max(gpu, host - (0.0 if wait.keeps_work else rest))
+        host = 0.0
+        gpu: dict[int, float] = dict(self._backlog)
+        engines: dict[str, float] = {}
+        events: dict[int, float] = {}
+        for item in self._items:
+            if isinstance(item, _Run):
+                gpu[item.stream] = max(gpu.get(item.stream, 0.0) + item.work, host + item.path)
+                host += item.host
+            elif isinstance(item, Link):
+                there = gpu.get(item.stream, 0.0)
+                if item.waits:
+                    gpu[item.stream] = max(there, events.get(item.event, 0.0))
                 else:
-                    host += rest
+                    events[item.event] = max(there, host)
+            elif isinstance(item, _Copy):
+                host += item.gap
+                stream, engine = item.step.stream, item.step.engine or ""
+                start = max(gpu.get(stream, 0.0), host, engines.get(engine, 0.0))
+                gpu[stream] = engines[engine] = start + item.step.work
+                host += item.step.duration
             else:
-                gpu = max(gpu, host) + (min(rest, wait.work) if wait.keeps_work else 0.0)
-                host += min(rest, LAUNCH)
-        return max(host, gpu)
+                host = self._pass(item, host + item.gap, gpu, engines, removed, only)
+        return max(host + self._tail, gpu.get(self._main, 0.0))
+
+    def _pass(
+        self,
+        item: _Wait,
+        host: float,
+        gpu: dict[int, float],
+        engines: Mapping[str, float],
+        removed: Collection[int] | None,
+        only: Collection[int] | None,
+    ) -> float:
+        """The host's time after a wait, which stays or goes."""
+        wait, rest = item.step, item.rest
+        there = gpu.get(wait.stream, 0.0)
+        gone = wait.row not in only if only is not None else removed is None or wait.row in removed
+        if gone:
+            gpu[wait.stream] = max(there, host) + (min(rest, wait.work) if wait.keeps_work else 0.0)
+            return host + min(rest, LAUNCH)
+        if not wait.drains:
+            return host + rest
+        if wait.engine in self._shared:
+            there = max(there, engines.get(wait.engine or "", 0.0))
+        host = max(host, there) + rest
+        gpu[wait.stream] = max(there, host - (0.0 if wait.keeps_work else rest))
+        return host
+
+
+def _engines_that_make_reads_wait(ops: Sequence[Step]) -> set[str | None]:
+    """The engines on which a copy that the host waits for has come after those of other streams.
+
+    One such wait that outlasted a copy shows it, and one that was over long before shows the opposite: some GPUs have
+    several engines a direction.
+    """
+    busy: dict[str, float] = {}
+    shared: set[str | None] = set()
+    free: set[str | None] = set()
+    for step in ops:
+        if step.engine is None:
+            continue
+        until = busy.get(step.engine, 0.0)
+        if step.row is None:
+            busy[step.engine] = max(until, step.after)
+        elif until > max(step.start, step.before) + NOISE:
+            (shared if step.end >= until - NOISE else free).add(step.engine)
+    return shared - free

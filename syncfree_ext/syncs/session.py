@@ -162,7 +162,7 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _start(self) -> None:
         self._state = "measuring"
-        self._listening.enter_context(explicit.listening(self._timer.explicit))
+        self._listening.enter_context(explicit.listening(self._timer.explicit, self._timer.link))
         self._queue_backlog()
         self._ends = [self._now()]
         self._timer.start()

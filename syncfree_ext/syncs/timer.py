@@ -58,7 +58,11 @@ class Call:
 
 @dataclass(slots=True)
 class Entry:
-    """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU."""
+    """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU, in `stream`.
+
+    `engine` is the copy engine that it needs: "to host", "to device", or None. With a `link` it is neither an op nor a
+    wait of the host, and has no events: the stream recorded an event (a number, False) or waits for one (True).
+    """
 
     start: float
     end: float
@@ -66,6 +70,9 @@ class Entry:
     after: Any
     call: Call | None
     like: Like | None = None
+    stream: int = 0
+    engine: str | None = None
+    link: tuple[int, bool] | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +87,19 @@ class _Thread:
 def _bare(name: str) -> str:
     """An op's or node's name without decoration: "aten::_to_copy" and "ToCopyBackward0" are both "tocopy"."""
     return name.rpartition("::")[2].lower().partition("backward")[0].replace("_", "")
+
+
+_aten: Any = torch.ops.aten
+_COPIES = {_aten._to_copy.default, _aten.copy_.default}
+
+
+def engine_of(func: Any, args: Sequence[Any], out: Any, device: str) -> str | None:
+    """The copy engine that a copy needs, by where its data come from and go to."""
+    if func not in _COPIES:
+        return None
+    source = args[1] if func is _aten.copy_.default else args[0]
+    comes, goes = (isinstance(t, Tensor) and t.device.type == device for t in (source, out))
+    return None if comes == goes else "to host" if comes else "to device"
 
 
 def _op_name(func: Any) -> str:
@@ -159,7 +179,9 @@ class Timer(internals.DispatchMode):
         if hint is not None or end - start >= self.slow:
             call = self._describe(func, hint, thread)
         like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else (func, 0, False)
-        self.entries.append(Entry(start, end, before, after, call, like))
+        reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
+        engine = "to host" if reads else engine_of(func, args, out, gpu.type)
+        self.entries.append(Entry(start, end, before, after, call, like, gpu.stream(), engine))
         return out
 
     def _note_forward(self, thread: _Thread, sequence: int, func: Any) -> None:
@@ -227,7 +249,14 @@ class Timer(internals.DispatchMode):
             self._place_in_backward(call, thread)
             if hint.kind is Kind.ALLOCATOR:
                 self._allocations = gpu.allocations()
-            self.entries.append(Entry(start, end, before, gpu.record(), call))
+            self.entries.append(Entry(start, end, before, gpu.record(), call, stream=gpu.stream()))
+
+    def link(self, event: Any, stream: Any, waits: bool) -> None:
+        """A stream has recorded an event, or waits for it."""
+        gpu = self.gpu
+        if self.active and gpu is not None and not gpu.capturing() and not self._thread().depth:
+            now, number = gpu.now(), gpu.stream() if stream is None else int(stream.stream_id)
+            self.entries.append(Entry(now, now, None, None, None, stream=number, link=(id(event), waits)))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
