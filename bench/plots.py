@@ -13,22 +13,28 @@ from .results import Record
 GREY = "#7a838e"
 GRID = "#7a838e40"
 _OURS = "#e8590c"
-_COLOURS = {
-    "torch": "#4c8dd6",
-    "torch-fp32": "#4c8dd6",
-    "torch-compile": "#3a72c0",
-    "torch-lce": "#7aa7d9",
-    "liger": "#2f9e5f",
-    "liger-c8": "#55b87f",
-    "liger-c16": "#55b87f",
-    "liger-fp32": "#3c8a5c",
-    "liger-c8-fp32": "#3c8a5c",
-    "liger-sm90": "#8cbf3f",
-    "cce": "#a678de",
-    "cce-exact": "#8a56c9",
-    "quack": "#c9a227",
-    "quack-exp": "#d4b84f",
-    "fla": "#d16ba5",
+# Inches. It is as wide as GitHub shows a README, 830 px of 1/96 inch: text keeps its size there.
+_WIDTH = 8.6
+# Colour, marker and line style of each head. Those of a family are akin in colour and differ in the rest. All colours
+# are about as far from white as from GitHub's dark grey.
+_LOOKS = {
+    "syncfree": (_OURS, "D", "-"),
+    "syncfree-lean": (_OURS, "D", "--"),
+    "torch": ("#3c7fcc", "o", "-"),
+    "torch-fp32": ("#3c7fcc", "s", "--"),
+    "torch-compile": ("#5779d5", "^", "-"),
+    "torch-lce": ("#3b85a2", "v", ":"),
+    "liger": ("#2a8d55", "o", "-"),
+    "liger-c8": ("#1c8b79", "s", "-"),
+    "liger-c16": ("#1c8b79", "^", "--"),
+    "liger-fp32": ("#478b36", "P", "-."),
+    "liger-c8-fp32": ("#478b36", "X", ":"),
+    "liger-sm90": ("#7a8315", "v", "-"),
+    "cce": ("#9269c3", "o", "-"),
+    "cce-exact": ("#9365d4", "s", "--"),
+    "quack": ("#9d7700", "o", "-"),
+    "quack-exp": ("#9d7700", "s", "--"),
+    "fla": ("#c15993", "o", "-"),
 }
 _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
@@ -58,21 +64,35 @@ def is_ours(head: str) -> bool:
     return head.startswith("syncfree")
 
 
-def colour(head: str) -> str:
-    return _OURS if is_ours(head) else _COLOURS.get(head.partition("@")[0], GREY)
+def _look(head: str) -> tuple[str, str, str]:
+    return _LOOKS.get(head.partition("@")[0], (GREY, "o", "-"))
 
 
-def _line(head: str) -> dict[str, Any]:
-    lean = head.startswith("syncfree-lean")
+def line_style(head: str) -> dict[str, Any]:
+    colour, marker, style = _look(head)
     return {
-        "color": colour(head),
+        "color": colour,
         "linewidth": 2.4 if is_ours(head) else 1.3,
-        "linestyle": "--" if lean else "-",
-        "marker": "D" if is_ours(head) else "o",
-        "markersize": 5 if is_ours(head) else 3.5,
+        "linestyle": style,
+        "marker": marker,
+        "markersize": 6 if is_ours(head) else 5,
+        # A head with a chunk of its own.
+        "markerfacecolor": "none" if "@" in head else colour,
         "zorder": 5 if is_ours(head) else 3,
         "label": head,
     }
+
+
+def _legend(axis: Any) -> None:
+    """Beside the plot, where it covers nothing, in the order in which the lines end, from the top."""
+    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])
+    # Long enough for a dash-dotted line.
+    axis.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.01, 1.02), fontsize=9, handlelength=3.2)
+
+
+def _height(lines: int) -> float:
+    """Of a plot with so many lines: its legend must fit beside it."""
+    return max(4.4, 0.6 + 0.2 * lines)
 
 
 def _median(value: Any) -> float:
@@ -100,6 +120,12 @@ def _device(data: dict[str, Any]) -> str:
 
 def _unique(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
+
+
+def _batches(records: Sequence[Record]) -> list[list[Record]]:
+    """Those of each shape, dtype and data set."""
+    keys = [(r["shape"], r["dtype"], r["data"]) for r in records]
+    return [[r for r, k in zip(records, keys, strict=True) if k == key] for key in _unique(keys)]
 
 
 # Heads this many times slower than the fastest sit on the upper edge, with their figure beside their name: what matters
@@ -145,7 +171,7 @@ def _pareto_panel(axis: Any, records: Sequence[Record]) -> None:
     for record, (x, y), time in zip(records, points, times, strict=True):
         ours = is_ours(record["head"])
         marker = "^" if time > edge else "D" if ours else "o"
-        axis.scatter(x, y, s=70 if ours else 36, color=colour(record["head"]), marker=marker, zorder=4, clip_on=False)
+        axis.scatter(x, y, s=70 if ours else 36, color=_look(record["head"])[0], marker=marker, zorder=4, clip_on=False)
     if relative:
         axis.axhline(1.0, color=GREY, linewidth=1)
     axis.set_xscale("log")
@@ -172,42 +198,52 @@ def _pareto_names(axis: Any, records: Sequence[Record]) -> None:
         far = times[i] > points[i][1]
         names.append(head + (f" {times[i]:.2f}×" if relative else f" {times[i]:.0f} ms") * far)
         styles.append(
-            {"color": colour(head), "fontsize": 8, "fontweight": "bold" if is_ours(head) else "normal", "zorder": 6}
+            {"color": _look(head)[0], "fontsize": 8, "fontweight": "bold" if is_ours(head) else "normal", "zorder": 6}
         )
     labels.place(axis, [points[i] for i in order], names, styles)
 
 
 def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     """Time against the ignored share, a panel for each batch."""
-    batches = _unique([(r["shape"], r["dtype"], r["data"]) for r in records])
-    figure, axes = plt.subplots(1, len(batches), figsize=(6.4 * len(batches), 4.2), squeeze=False)
-    for axis, batch in zip(axes.flat, batches, strict=True):
-        shown = [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch]
+    batches = _batches(records)
+    # Two more lines for the bound.
+    height = _height(2 + max(len({r["head"] for r in shown}) for shown in batches))
+    figure, axes = plt.subplots(len(batches), 1, figsize=(_WIDTH, height * len(batches)), squeeze=False)
+    for axis, shown in zip(axes.flat, batches, strict=True):
         relative = all("x_limit" in r for r in shown if r["head"] != "limit")
         for head in _unique([r["head"] for r in shown if not r["head"].startswith("limit")]):
             line = sorted(
                 (r["ignored"], r["x_limit"] if relative else _median(r["train_ms"])) for r in shown if r["head"] == head
             )
-            axis.plot([100 * x for x, _ in line], [y for _, y in line], **_line(head))
+            axis.plot([100 * x for x, _ in line], [y for _, y in line], **line_style(head))
         if relative:
+            most = max(r["ignored"] for r in shown)
             axis.plot(
-                [0, 100], [1, 0], color=GREY, linewidth=1, linestyle=":", label="three products of the rows that count"
+                [0, 100 * most],
+                [1, 1 - most],
+                color=GREY,
+                linewidth=1.3,
+                linestyle=":",
+                zorder=6,
+                label="three products of\nthe rows that count",
             )
         axis.set_ylim(bottom=0)
         axis.set_xlabel("ignored targets, %")
         axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
-        axis.set_title(f"{batch[0]}, {batch[1]}: what ignored tokens cost. {where}", loc="left")
-        axis.legend(fontsize=8)
+        first = shown[0]
+        axis.set_title(f"{first['shape']}, {first['dtype']}: what ignored tokens cost. {where}", loc="left")
+        _legend(axis)
     figure.tight_layout()
     return figure
 
 
 def _scale_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     """TFLOP/s against the rows, on one dtype and data set."""
-    figure, axis = plt.subplots(figsize=(6.4, 4.2))
-    for head in _unique([r["head"] for r in records]):
+    names = _unique([r["head"] for r in records])
+    figure, axis = plt.subplots(figsize=(_WIDTH, _height(len(names))))
+    for head in names:
         line = sorted((r["BT"], r["tflops"]) for r in records if r["head"] == head)
-        style = _line(head)
+        style = line_style(head)
         if head == "limit":
             style |= {"color": GREY, "linestyle": ":", "marker": "", "label": "three matrix products"}
         axis.plot(*zip(*line, strict=True), **style)
@@ -218,7 +254,7 @@ def _scale_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     axis.set_xlabel("rows (tokens)")
     axis.set_ylabel("TFLOP/s, forward and backward")
     axis.set_title(f"{records[0]['base']}: {records[0]['H']} hidden, {records[0]['V']} classes. {where}", loc="left")
-    axis.legend(fontsize=8)
+    _legend(axis)
     figure.tight_layout()
     return figure
 
@@ -228,7 +264,7 @@ def _backlog_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     records = [r for r in records if r["shape"] == records[0]["shape"]]
     figure, axis = plt.subplots(figsize=(7.4, 0.9 + 0.62 * len(records)))
     for i, record in enumerate(reversed(records)):
-        tone = colour(record["head"])
+        tone = _look(record["head"])[0]
         for offset, prefix, strength in ((0.2, "host", 1.0), (-0.2, "gpu", 0.4)):
             forward, backward = (_median(record[f"{prefix}_{part}_ms"]) for part in ("forward", "backward"))
             axis.barh(i + offset, forward, height=0.34, color=tone, alpha=strength)
