@@ -262,41 +262,43 @@ def _scale_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
 def _backlog_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     """How long the head holds the host, and the GPU, while a copy drains; a pair of bars for each head."""
     records = [r for r in records if r["shape"] == records[0]["shape"]]
-    figure, axis = plt.subplots(figsize=(7.4, 0.9 + 0.62 * len(records)))
+    figure, axis = plt.subplots(figsize=(_WIDTH, 1.2 + 0.56 * len(records)))
+    texts = []
     for i, record in enumerate(reversed(records)):
         tone = _look(record["head"])[0]
         for offset, prefix, strength in ((0.2, "host", 1.0), (-0.2, "gpu", 0.4)):
             forward, backward = (_median(record[f"{prefix}_{part}_ms"]) for part in ("forward", "backward"))
-            axis.barh(i + offset, forward, height=0.34, color=tone, alpha=strength)
-            axis.barh(
-                i + offset,
-                backward,
-                left=forward,
-                height=0.34,
-                color=tone,
-                alpha=strength,
-                hatch="////",
-                edgecolor=GREY,
-                linewidth=0,
-            )
-            axis.text(
-                forward + backward,
-                i + offset,
-                f" {prefix if prefix == 'host' else 'GPU'} {forward:.3g} + {backward:.3g}",
-                va="center",
-                fontsize=7.5,
-            )
+            bar = {"height": 0.34, "color": tone, "alpha": strength}
+            axis.barh(i + offset, forward, **bar)
+            axis.barh(i + offset, backward, left=forward, hatch="////", edgecolor=GREY, linewidth=0, **bar)
+            said = " + ".join(f"{t:.1f}" if t >= 10 else f"{t:.2f}" for t in (forward, backward))
+            name = f"{prefix if prefix == 'host' else 'GPU'} {said}"
+            texts.append(axis.text(forward + backward, i + offset, f" {name} ", va="center", fontsize=8))
     axis.set_yticks(range(len(records)), [r["head"] for r in reversed(records)])
+    axis.grid(False, axis="y")
+    axis.set_ylim(-0.6, len(records) - 0.05)
+    axis.set_xlabel("ms; solid: forward, hatched: backward")
+    axis.set_title(f"{records[0]['shape']}: held by the head while a copy to the host drains. {where}", loc="left")
     copy_ms = records[0].get("copy_ms", 0.0)
     if copy_ms:
         axis.axvline(copy_ms, color=GREY, linewidth=1, linestyle=":")
-        axis.text(copy_ms, len(records) - 0.45, " copy done", fontsize=7.5)
-    axis.margins(x=0.2)
-    axis.grid(False, axis="y")
-    axis.set_xlabel("ms; solid: forward, hatched: backward")
-    axis.set_title(f"{records[0]['shape']}: held by the head while a copy to the host drains. {where}", loc="left")
+        texts.append(axis.text(copy_ms, len(records) - 0.3, " copy done ", va="center", fontsize=8))
     figure.tight_layout()
+    _make_room(axis, texts, copy_ms)
     return figure
+
+
+def _make_room(axis: Any, texts: Sequence[Any], line: float) -> None:
+    """Widen a plot from 0 until all texts are in it, and move those that would lie on a vertical line behind it."""
+    whole = axis.get_window_extent().width
+    shares = [text.get_window_extent().width / whole for text in texts]
+    # Each may have to go behind the line.
+    right = max(max(text.get_position()[0], line) / (1 - share) for text, share in zip(texts, shares, strict=True))
+    axis.set_xlim(0, right)
+    for text, share in zip(texts, shares, strict=True):
+        x = text.get_position()[0]
+        if x < line < x + share * right:
+            text.set_x(line)
 
 
 @dataclass(frozen=True)
