@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import labels
 from .results import Record
 
 GREY = "#7a838e"
@@ -122,85 +122,119 @@ def _unique(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
+# Heads this many times slower than the fastest sit on the upper edge, with their figure beside their name: what matters
+# is the order of those that are close.
+_CLIP = 1.75
+# In points.
+_RADIUS_OURS, _RADIUS = 5.5, 3.2
+
+
 def _batches(records: Sequence[Record]) -> list[list[Record]]:
     """Those of each shape, dtype and data set."""
     keys = [(r["shape"], r["dtype"], r["data"]) for r in records]
     return [[r for r, k in zip(records, keys, strict=True) if k == key] for key in _unique(keys)]
 
 
-# Heads this many times slower than the fastest sit on the upper edge, with their figure beside their name: what matters
-# is the order of those that are close.
-_CLIP = 1.75
-_TICKS = [m * 10**e for e in range(7) for m in (1, 2, 3, 5)]
+@dataclass(frozen=True)
+class _Panel:
+    """Heads as points: memory and time, the latter as a ratio to the limit where that is known."""
+
+    records: list[Record]
+
+    @property
+    def relative(self) -> bool:
+        return all("x_limit" in r for r in self.records)
+
+    @property
+    def times(self) -> list[float]:
+        return [r["x_limit"] if self.relative else _median(r["train_ms"]) for r in self.records]
+
+    @property
+    def edge(self) -> float:
+        """The time at which points are held back."""
+        return min(max(self.times), _CLIP * min(self.times))
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [(r["peak_mib"], min(t, self.edge)) for r, t in zip(self.records, self.times, strict=True)]
+
+    @property
+    def front(self) -> list[tuple[float, float]]:
+        """The corners of the line through those that none beats."""
+        best = pareto([(r["peak_mib"], t) for r, t in zip(self.records, self.times, strict=True)])
+        held = [(x, min(y, self.edge)) for x, y in best]
+        steps = [(after[0], before[1]) for before, after in itertools.pairwise(held)]
+        return [corner for pair in itertools.zip_longest(held, steps) for corner in pair if corner is not None]
 
 
 def _pareto_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     """Time against peak memory, a panel for each batch; the front of all heads is drawn through."""
-    batches = _unique([(r["shape"], r["dtype"], r["data"]) for r in records])
-    columns = min(2, len(batches))
-    rows = -(-len(batches) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), squeeze=False)
-    title = "Forward and backward: time against memory, lower left is better."
-    figure.suptitle(title + (" " if columns > 1 else "\n") + where, x=0.01, ha="left")
-    for axis, batch in zip(axes.flat, batches, strict=False):
-        _pareto_panel(axis, [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch])
-    for axis in list(axes.flat)[len(batches) :]:
+    panels = [_Panel(batch) for batch in _batches(records)]
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(_WIDTH, 0.4 + 4.0 * rows), squeeze=False)
+    held = any(t > panel.edge for panel in panels for t in panel.times)
+    note = f"{where}. Lower left is better" + "; ▲ lie above, at the time beside their name." * held
+    figure.suptitle(f"Forward and backward: time against memory\n{note}", x=0.01, ha="left", fontsize=11)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _pareto_panel(axis, panel)
+    for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     # Where the names fit depends on where everything else is.
     figure.tight_layout()
     figure.canvas.draw()
-    for axis, batch in zip(axes.flat, batches, strict=False):
-        _pareto_names(axis, [r for r in records if (r["shape"], r["dtype"], r["data"]) == batch])
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _pareto_names(axis, panel)
     return figure
 
 
-def _pareto_points(records: Sequence[Record]) -> tuple[list[tuple[float, float]], list[float], bool]:
-    """The points as drawn, their true times, and whether these are ratios to the limit."""
-    relative = all("x_limit" in r for r in records)
-    times = [r["x_limit"] if relative else _median(r["train_ms"]) for r in records]
-    edge = _CLIP * min(times)
-    return [(r["peak_mib"], min(t, edge)) for r, t in zip(records, times, strict=True)], times, relative
-
-
-def _pareto_panel(axis: Any, records: Sequence[Record]) -> None:
-    points, times, relative = _pareto_points(records)
-    edge = _CLIP * min(times)
-    front = pareto([(r["peak_mib"], t) for r, t in zip(records, times, strict=True)])
-    clipped = [(x, min(y, edge)) for x, y in front]
-    axis.step(*zip(*clipped, strict=True), where="post", color=GREY, linewidth=1, linestyle=":", zorder=2)
-    for record, (x, y), time in zip(records, points, times, strict=True):
+def _pareto_panel(axis: Any, panel: _Panel) -> None:
+    axis.plot(*zip(*panel.front, strict=True), color=GREY, linewidth=1, linestyle=":", zorder=2)
+    for record, (x, y), time in zip(panel.records, panel.points, panel.times, strict=True):
         ours = is_ours(record["head"])
-        marker = "^" if time > edge else "D" if ours else "o"
-        axis.scatter(x, y, s=70 if ours else 36, color=_look(record["head"])[0], marker=marker, zorder=4, clip_on=False)
-    if relative:
+        marker = "^" if time > panel.edge else "D" if ours else "o"
+        size = (8.0 if ours else 2 * _RADIUS) ** 2
+        axis.scatter(x, y, s=size, color=_look(record["head"])[0], marker=marker, zorder=4)
+    if panel.relative:
         axis.axhline(1.0, color=GREY, linewidth=1)
     axis.set_xscale("log")
-    low, high = min(x for x, _ in points), max(x for x, _ in points)
-    axis.set_xlim(low / 1.25, high * 1.35)
-    axis.set_ylim(0.93 * min(1.0, *times) if relative else 0.9 * min(times), edge * 1.03)
-    axis.set_xticks([t for t in _TICKS if low / 1.2 <= t <= high * 1.3], minor=False)
+    low, high = min(x for x, _ in panel.points), max(x for x, _ in panel.points)
+    left, right = low / 1.3, high * 1.35
+    axis.set_xlim(left, right)
+    # Few enough for their figures to stay apart.
+    steps = (1, 2, 3, 5) if right / left < 30 else (1, 2, 5) if right / left < 100 else (1, 3)
+    ticks = [m * 10**e for e in range(7) for m in steps]
+    axis.set_xticks([t for t in ticks if left <= t <= right], minor=False)
     axis.minorticks_off()
     axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    first = records[0]
+    # Names of the lowest and the highest points lie beyond these.
+    bottom = min(1.0, *panel.times) if panel.relative else min(panel.times)
+    room = 0.12 * (panel.edge - bottom) or 0.1 * bottom
+    axis.set_ylim(bottom - 1.7 * room, panel.edge + room)
+    axis.set_yticks([t for t in axis.get_yticks() if bottom - room <= t <= panel.edge])
+    first = panel.records[0]
     kind = "" if first["data"] == "unit" else f", {first['data']} data"
     size = f"{first['BT']}×{first['H']}×{first['V']}"
-    axis.set_title(f"{first['shape']}  {size}, {first['dtype']}{kind}", loc="left")
+    axis.set_title(f"{first['shape']}  {size}, {first['dtype']}{kind}", loc="left", fontsize=10)
     axis.set_xlabel("peak memory above the inputs, MiB")
-    axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
+    axis.set_ylabel("time / three matrix products" if panel.relative else "forward and backward, ms")
 
 
-def _pareto_names(axis: Any, records: Sequence[Record]) -> None:
-    points, times, relative = _pareto_points(records)
-    order = sorted(range(len(records)), key=lambda i: (not is_ours(records[i]["head"]), times[i]))
-    names, styles = [], []
+def _pareto_names(axis: Any, panel: _Panel) -> None:
+    # It needs numpy, which comes with matplotlib.
+    from . import labels
+
+    times, points = panel.times, panel.points
+    order = sorted(range(len(times)), key=lambda i: (not is_ours(panel.records[i]["head"]), times[i]))
+    names = []
     for i in order:
-        head = records[i]["head"]
-        far = times[i] > points[i][1]
-        names.append(head + (f" {times[i]:.2f}×" if relative else f" {times[i]:.0f} ms") * far)
-        styles.append(
-            {"color": _look(head)[0], "fontsize": 8, "fontweight": "bold" if is_ours(head) else "normal", "zorder": 6}
-        )
-    labels.place(axis, [points[i] for i in order], names, styles)
+        head = panel.records[i]["head"]
+        ours, held = is_ours(head), times[i] > panel.edge
+        name = head + (f" {times[i]:.2f}×" if panel.relative else f" {times[i]:.0f} ms") * held
+        style = {"color": _look(head)[0], "fontsize": 8, "fontweight": "bold" if ours else "normal", "zorder": 6}
+        names.append(labels.Label(name, points[i], _RADIUS_OURS if ours else _RADIUS, style))
+    bound = [[(x, 1.0) for x in axis.get_xlim()]] if panel.relative else []
+    labels.place(axis, names, [panel.front, *bound])
 
 
 def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
