@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,24 +360,28 @@ def drawable(data: dict[str, Any]) -> list[str]:
     return [name for name, figure in FIGURES.items() if figure.select(data)]
 
 
-def save_all(data: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw what the records allow; the paths written, PNG and SVG of each figure."""
+def draw(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The name and the figure of each plot that the records allow; a figure is closed when the next is asked for."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    written = []
-    names = drawable(data)
-    if names:
-        folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(_STYLE):
-        for name in names:
+        for name in drawable(data):
             figure = FIGURES[name].draw(plt, FIGURES[name].select(data), _device(data))
-            # Without the date and the version, so that the same results give the same file.
-            for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-                path = folder / f"{name}.{suffix}"
-                figure.savefig(path, dpi=160, metadata=metadata, transparent=True)
-                written.append(path)
+            yield name, figure
             plt.close(figure)
+
+
+def save_all(data: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw what the records allow; the paths written, PNG and SVG of each figure."""
+    written = []
+    for name, figure in draw(data):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Without the date and the version, so that the same results give the same file.
+        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+            path = folder / f"{name}.{suffix}"
+            figure.savefig(path, dpi=160, metadata=metadata, transparent=True)
+            written.append(path)
     return written
