@@ -115,11 +115,11 @@ def test_many_names_of_one_point_find_room() -> None:
 
     figure, axis = plt.subplots()
     style = {"color": "black", "fontsize": 8}
-    names = [labels.Label(f"a long name {i}", (0.5, 0.5), 3.0, style) for i in range(12)]
+    names = [labels.Label(f"a long name {i}", (0.5, 0.5), 3.0, style) for i in range(24)]
     figure.canvas.draw()
     labels.place(axis, names)
     assert faults(figure) == []
-    assert sum(text.arrow_patch is not None for text in axis.texts) >= 8
+    assert sum(text.arrow_patch is not None for text in axis.texts) >= 16
     plt.close(figure)
 
 
