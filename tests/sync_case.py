@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def run(path: Path, **options: Any) -> Report:
     Raises:
         RuntimeError: the case itself failed.
     """
+    sys.modules.pop("common", None)  # whose device is that of the first case, which may have had a simulated card
     outcome = runner.run(str(path), [], **{"warmup": 2, "steps": 5, **options})
     if outcome.status:
         raise RuntimeError(f"{path.name} ended with status {outcome.status}")
