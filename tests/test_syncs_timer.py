@@ -374,16 +374,16 @@ def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
 
 def test_streams_and_their_links_are_told_apart() -> None:
     """An op comes after its own stream, after an event that this waits for, and a copy after those on its engine."""
-    gpu = FakeGpu()
+    gpu, event = FakeGpu(), object()
     entries = [
         Entry(0.0, 1.0, None, 10.0, None),
-        Entry(1.0, 1.0, None, None, None, link=(7, False)),
+        Entry(1.0, 1.0, None, None, None, link=(event, False)),
         Entry(1.0, 2.0, None, 5.0, None, stream=1, engine="to host"),
         Entry(2.0, 3.0, None, 30.0, None, stream=2, engine="to host"),
-        Entry(3.0, 3.0, None, None, None, stream=1, link=(7, True)),
+        Entry(3.0, 3.0, None, None, None, stream=1, link=(event, True)),
         Entry(3.0, 4.0, None, 12.0, None, stream=1),
         Entry(4.0, 5.0, None, 11.0, None),
-        Entry(5.0, 5.0, None, None, None, stream=3, link=(8, True)),  # an event of before
+        Entry(5.0, 5.0, None, None, None, stream=3, link=(object(), True)),  # an event of before
         Entry(5.0, 6.0, None, 6.5, None, stream=3),
     ]
     timed = resolve_events(entries, gpu)
@@ -410,7 +410,7 @@ def test_links_are_noted_while_the_timer_runs() -> None:
         gpu.captures = True
         explicit._linked(original, True)(event)
     assert len(recorded) == 5
-    assert [(entry.stream, entry.link) for entry in timer.entries] == [(0, (id(event), False)), (5, (id(event), True))]
+    assert [(entry.stream, entry.link) for entry in timer.entries] == [(0, (event, False)), (5, (event, True))]
 
 
 def test_a_loop_that_copies_beside_its_work() -> None:

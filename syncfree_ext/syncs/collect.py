@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 import statistics
 from collections import Counter
@@ -44,6 +45,7 @@ class Timed:
     stream: int = 0
     engine: str | None = None
     link: tuple[int, bool] | None = None
+    target: tuple[str, int] | None = None
 
     @property
     def upper(self) -> float:
@@ -60,7 +62,7 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
     """The entries in the order of the host, with times for events.
 
     An entry without an event before takes the last one of its stream, or what that waits for: an event of another
-    stream, a copy engine that is taken.
+    stream, or its copy engine, which serves copies in the order in which they are over.
     """
     entries = sorted(entries, key=lambda entry: entry.start)
     events = [event for entry in entries for event in (entry.before, entry.after) if event is not None]
@@ -68,26 +70,49 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
     timed: list[Timed] = []
     first = entries[0].start if entries else 0.0
     done: dict[int, float] = {}
-    engines: dict[str, float] = {}
+    engines: dict[str, list[float]] = {}
     recorded: dict[int, float] = {}
     for entry in entries:
         before = max(next(times) if entry.before is not None else first, done.get(entry.stream, first))
+        link = target = None
         if entry.link is not None:
             event, waits = entry.link
+            link = id(event), waits
             if waits:
-                done[entry.stream] = before = max(before, recorded.get(event, first))
+                done[entry.stream] = before = max(before, recorded.get(link[0], first))
             else:
-                recorded[event] = max(before, entry.start)
+                recorded[link[0]] = max(before, entry.start)
             after = before
         else:
             after = next(times)
-            waits = entry.call is not None and entry.call.counts is Counts.ALWAYS
-            if entry.engine is not None and not waits:
-                before = max(before, min(engines.get(entry.engine, first), after))
-                engines[entry.engine] = after
+            if entry.engine is not None and not (entry.call is not None and entry.call.counts is Counts.ALWAYS):
+                served = engines.setdefault(entry.engine, [])
+                place = bisect.bisect_right(served, after)
+                before = max([before, *served[place - 1 : place]])
+                served.insert(place, after)
             done[entry.stream] = after
+        if entry.target is not None:
+            kind, what = entry.target
+            target = kind, id(what) if kind == "event" else what or 0
+            if kind == "event":
+                before = recorded.get(id(what), first)
+            elif kind == "all":
+                before = max(before, *done.values())
+            elif what != entry.stream:
+                before = done.get(what, first)
         timed.append(
-            Timed(entry.start, entry.end, before, after, entry.call, entry.like, entry.stream, entry.engine, entry.link)
+            Timed(
+                entry.start,
+                entry.end,
+                before,
+                after,
+                entry.call,
+                entry.like,
+                entry.stream,
+                entry.engine,
+                link,
+                target,
+            )
         )
     return timed
 
@@ -225,6 +250,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
             stream=entry.stream,
             engine=entry.engine,
+            target=entry.target,
         )
         steps.append(step)
         row.calls += 1

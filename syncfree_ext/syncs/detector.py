@@ -182,7 +182,7 @@ def no_sync(action: Literal["error", "warn"] = "error", *, user: Sequence[str] =
             )
 
     @contextmanager
-    def around(name: str, hint: Hint) -> Iterator[None]:
+    def around(name: str, hint: Hint, subject: Any) -> Iterator[None]:
         # Work.wait of NCCL makes the stream wait, not the host.
         if name != "Work.wait":
             report(frames.capture(sys._getframe(1)), name)

@@ -20,7 +20,8 @@ import torch
 
 from .kinds import Counts, Hint, Kind
 
-Around = Callable[[str, Hint], AbstractContextManager[None]]
+# Name for the report, hint, and what the call was made on: a stream, an event, or None.
+Around = Callable[[str, Hint, Any], AbstractContextManager[None]]
 # An event, a stream (None: the current one), and whether the stream waits for the event or records it.
 Link = Callable[[Any, Any, bool], None]
 
@@ -53,9 +54,10 @@ def _wrapped(original: Any, name: str, hint: Hint) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
+        subject = args[0] if args and isinstance(args[0], (torch.cuda.Stream, torch.cuda.Event)) else None
         with ExitStack() as stack:
             for around, _ in tuple(_listeners):
-                stack.enter_context(around(name, hint))
+                stack.enter_context(around(name, hint, subject))
             return original(*args, **kwargs)
 
     return wrapper
@@ -97,7 +99,7 @@ def _remove() -> None:
 
 @contextmanager
 def listening(around: Around, link: Link | None = None) -> Iterator[None]:
-    """Inside, each of these calls runs within `around(name, hint)`, and `link` is told of events and streams."""
+    """Inside, each of these calls runs within `around(name, hint, subject)`; `link` is told of events and streams."""
     listener = around, link
     with _lock:
         if not _listeners:

@@ -8,8 +8,9 @@ idles when it runs out. So with h the host's time and g the time when a stream h
     removed wait: h = h + a few microseconds
 
 Streams wait for each other by events: recorded, e = max(g, h) of one; waited for, g = max(g, e) of the other. A copy
-between host and GPU needs its engine as well, one for each direction, which does one copy after another: a number
-that is read while another stream copies gigabytes to the host comes after those.
+between host and GPU needs its engine as well, one for each direction, which does one copy after another, whichever is
+ready first: a number that is read while another stream copies gigabytes to the host comes after those. In a replay
+copies keep the order in which they were measured.
 
 All durations are measured, so a replay with every wait must end when the measured steps ended, and the report says how
 far it is off. Then what the timer itself took between the ops is left out: a host that it slows down is less often
@@ -26,7 +27,8 @@ operations a wait.
 
 from __future__ import annotations
 
-from collections import Counter
+import bisect
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +36,8 @@ from dataclasses import dataclass
 LAUNCH = 10e-6
 # An event that completes this soon after it was recorded tells only that the GPU was idle.
 NOISE = 20e-6
+# So many copies before a wait are asked whether they were still under way.
+_IN_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Step:
     keeps_work: bool = False
     stream: int = 0
     engine: str | None = None  # of copies: the one that it needs
+    target: tuple[str, int] | None = None  # of waits, if not the stream: ("stream", n), ("event", n) or ("all", 0)
 
     @property
     def duration(self) -> float:
@@ -66,9 +71,14 @@ class Step:
         return min(max(0.0, self.before - self.start), self.duration)
 
     @property
+    def begin(self) -> float:
+        """The GPU began with this."""
+        return max(self.before, self.start)
+
+    @property
     def after(self) -> float:
         """The GPU had done this, too."""
-        return max(self.before, self.start) + self.work
+        return self.begin + self.work
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,24 @@ class _Run:
         """Hands the stream work at the host's present place."""
         self.path = max(self.path, self.host) + work
         self.work += work
+
+
+class _Engine:
+    """What an engine has served: when each copy was over as measured, in order, and when it is now."""
+
+    def __init__(self) -> None:
+        self._measured: list[float] = []
+        self._now: list[float] = []
+
+    def free(self, measured: float) -> float:
+        """When the copies are over that had been over by then, as measured."""
+        place = bisect.bisect_right(self._measured, measured)
+        return self._now[place - 1] if place else 0.0
+
+    def add(self, measured: float, now: float) -> None:
+        place = bisect.bisect_right(self._measured, measured)
+        self._measured.insert(place, measured)
+        self._now.insert(place, now)
 
 
 @dataclass
@@ -132,7 +160,7 @@ class Queue:
         self._shared = _engines_that_make_reads_wait(ops)
         now = self._start
         done: dict[int, float] = {}
-        engines: dict[str, float] = {}
+        engines: defaultdict[str | None, _Engine] = defaultdict(_Engine)
         events: dict[int, float] = {}
         run: _Run | None = None
         for step in steps:
@@ -155,10 +183,10 @@ class Queue:
                 run.host += step.duration
             elif step.row is None and step.engine is not None:
                 self._items.append(_Copy(gap, step))
-                engines[step.engine] = step.after
+                engines[step.engine].add(step.after, step.after)
                 run = None
             else:
-                if step.before > step.start + NOISE:
+                if step.before > step.start + NOISE and step.target is None:
                     # What no op launched (a graph replay) shows between the last event and the one before the wait.
                     unseen = max(0.0, step.before - max(done.get(step.stream, self._start), now))
                     if unseen > 0 and not (run is not None and run.stream == step.stream):
@@ -168,7 +196,7 @@ class Queue:
                         run.launch(unseen)
                 until = step.before
                 if step.engine in self._shared:
-                    until = max(until, engines.get(step.engine or "", until))
+                    until = max(until, engines[step.engine].free(step.end + NOISE))
                 waited = min(max(0.0, until - step.start), step.duration) if step.drains else 0.0
                 self._items.append(_Wait(gap, step, step.duration - waited))
                 run = None
@@ -186,7 +214,7 @@ class Queue:
         """
         host = 0.0
         gpu: dict[int, float] = dict(self._backlog)
-        engines: dict[str, float] = {}
+        engines: defaultdict[str | None, _Engine] = defaultdict(_Engine)
         events: dict[int, float] = {}
         for item in self._items:
             if isinstance(item, _Run):
@@ -200,12 +228,13 @@ class Queue:
                     events[item.event] = max(there, host)
             elif isinstance(item, _Copy):
                 host += item.gap
-                stream, engine = item.step.stream, item.step.engine or ""
-                start = max(gpu.get(stream, 0.0), host, engines.get(engine, 0.0))
-                gpu[stream] = engines[engine] = start + item.step.work
+                stream, engine = item.step.stream, engines[item.step.engine]
+                start = max(gpu.get(stream, 0.0), host, engine.free(item.step.after))
+                gpu[stream] = start + item.step.work
+                engine.add(item.step.after, gpu[stream])
                 host += item.step.duration
             else:
-                host = self._pass(item, host + item.gap, gpu, engines, removed, only)
+                host = self._pass(item, host + item.gap, gpu, engines, events, removed, only)
         return max(host + self._tail, gpu.get(self._main, 0.0))
 
     def _pass(
@@ -213,41 +242,50 @@ class Queue:
         item: _Wait,
         host: float,
         gpu: dict[int, float],
-        engines: Mapping[str, float],
+        engines: Mapping[str | None, _Engine],
+        events: Mapping[int, float],
         removed: Collection[int] | None,
         only: Collection[int] | None,
     ) -> float:
         """The host's time after a wait, which stays or goes."""
         wait, rest = item.step, item.rest
-        there = gpu.get(wait.stream, 0.0)
+        own = gpu.get(wait.stream, 0.0)
         gone = wait.row not in only if only is not None else removed is None or wait.row in removed
         if gone:
-            gpu[wait.stream] = max(there, host) + (min(rest, wait.work) if wait.keeps_work else 0.0)
+            gpu[wait.stream] = max(own, host) + (min(rest, wait.work) if wait.keeps_work else 0.0)
             return host + min(rest, LAUNCH)
         if not wait.drains:
             return host + rest
+        kind, what = wait.target or ("stream", wait.stream)
+        if kind == "event":
+            there = events.get(what, 0.0)
+        else:
+            there = max(gpu.values(), default=0.0) if kind == "all" else gpu.get(what, 0.0)
         if wait.engine in self._shared:
-            there = max(there, engines.get(wait.engine or "", 0.0))
+            there = max(there, engines[wait.engine].free(wait.end + NOISE))
         host = max(host, there) + rest
-        gpu[wait.stream] = max(there, host - (0.0 if wait.keeps_work else rest))
+        if wait.target is None:
+            gpu[wait.stream] = max(own, host - (0.0 if wait.keeps_work else rest))
         return host
 
 
 def _engines_that_make_reads_wait(ops: Sequence[Step]) -> set[str | None]:
-    """The engines on which a copy that the host waits for has come after those of other streams.
+    """The engines behind whose copies a copy that the host waits for stands in line.
 
-    One such wait that outlasted a copy shows it, and one that was over long before shows the opposite: some GPUs have
-    several engines a direction.
+    All do, unless a measured wait was over while a copy that had begun before went on: some GPUs have several engines
+    a direction.
     """
-    busy: dict[str, float] = {}
-    shared: set[str | None] = set()
-    free: set[str | None] = set()
+    copies: dict[str | None, list[Step]] = {}
+    waits: set[str | None] = set()
+    several: set[str | None] = set()
     for step in ops:
         if step.engine is None:
             continue
-        until = busy.get(step.engine, 0.0)
+        before = copies.setdefault(step.engine, [])
         if step.row is None:
-            busy[step.engine] = max(until, step.after)
-        elif until > max(step.start, step.before) + NOISE:
-            (shared if step.end >= until - NOISE else free).add(step.engine)
-    return shared - free
+            before.append(step)
+        else:
+            waits.add(step.engine)
+            if any(copy.begin < step.end - NOISE and copy.after > step.end + NOISE for copy in before[-_IN_LINE:]):
+                several.add(step.engine)
+    return waits - several

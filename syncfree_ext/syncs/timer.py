@@ -60,8 +60,10 @@ class Call:
 class Entry:
     """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU, in `stream`.
 
-    `engine` is the copy engine that it needs: "to host", "to device", or None. With a `link` it is neither an op nor a
-    wait of the host, and has no events: the stream recorded an event (a number, False) or waits for one (True).
+    `engine` is the copy engine that it needs: "to host", "to device", or None. `target` is what a wait is for, if that
+    is not its stream: another one ("stream", number), an event, or all of the GPU ("all", None). With a `link` it is
+    neither an op nor a wait of the host, and has no events of its own: the stream recorded an event (False) or waits
+    for it (True). Events are kept until the end, or another one could take their identity.
     """
 
     start: float
@@ -72,7 +74,8 @@ class Entry:
     like: Like | None = None
     stream: int = 0
     engine: str | None = None
-    link: tuple[int, bool] | None = None
+    link: tuple[Any, bool] | None = None
+    target: tuple[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +103,15 @@ def engine_of(func: Any, args: Sequence[Any], out: Any, device: str) -> str | No
     source = args[1] if func is _aten.copy_.default else args[0]
     comes, goes = (isinstance(t, Tensor) and t.device.type == device for t in (source, out))
     return None if comes == goes else "to host" if comes else "to device"
+
+
+def _target_of(name: str, subject: Any) -> tuple[str, Any] | None:
+    """What an explicit wait is for."""
+    if isinstance(subject, torch.cuda.Event):
+        return "event", subject
+    if isinstance(subject, torch.cuda.Stream):
+        return "stream", int(subject.stream_id)
+    return ("all", None) if name in ("torch.cuda.synchronize", "torch.accelerator.synchronize") else None
 
 
 def _op_name(func: Any) -> str:
@@ -224,8 +236,8 @@ class Timer(internals.DispatchMode):
         return owner.lines if owner is not None else {}
 
     @contextmanager
-    def explicit(self, name: str, hint: Hint) -> Iterator[None]:
-        """Around a call that waits without being an op (explicit.py)."""
+    def explicit(self, name: str, hint: Hint, subject: Any = None) -> Iterator[None]:
+        """Around a call that waits without being an op (explicit.py), for the work of `subject` if that is known."""
         gpu = self.gpu
         if not self.active or gpu is None or gpu.capturing():
             yield
@@ -249,14 +261,15 @@ class Timer(internals.DispatchMode):
             self._place_in_backward(call, thread)
             if hint.kind is Kind.ALLOCATOR:
                 self._allocations = gpu.allocations()
-            self.entries.append(Entry(start, end, before, gpu.record(), call, stream=gpu.stream()))
+            target = _target_of(name, subject)
+            self.entries.append(Entry(start, end, before, gpu.record(), call, stream=gpu.stream(), target=target))
 
     def link(self, event: Any, stream: Any, waits: bool) -> None:
         """A stream has recorded an event, or waits for it."""
         gpu = self.gpu
         if self.active and gpu is not None and not gpu.capturing() and not self._thread().depth:
             now, number = gpu.now(), gpu.stream() if stream is None else int(stream.stream_id)
-            self.entries.append(Entry(now, now, None, None, None, stream=number, link=(id(event), waits)))
+            self.entries.append(Entry(now, now, None, None, None, stream=number, link=(event, waits)))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
