@@ -1,15 +1,14 @@
 """Interleaved timing: every participant runs a block of calls in each round, and the rounds repeat.
 
 A block lasts at least `block_ms`, because a GPU boosts its clocks in shorter ones; its first call is not counted, and
-on a GPU neither is half as long again before it, in which clocks settle. Each round has another order, because what
-ran before leaves the GPU warm or cool. A round's figure is the median of its calls. The result is the median of the
-rounds, with the lowest and the highest round as spread.
+on a GPU neither is half as long again, in which clocks settle. In each round everyone follows somebody else, because
+what ran before leaves the GPU warm or cool. A round's figure is the median of its calls. The result is the median of
+the rounds, with the lowest and the highest round as spread.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +96,17 @@ def block(step: Step, device: torch.device, block_ms: float, first: int = 0) -> 
     return parts
 
 
+def order_of_round(count: int, number: int) -> list[int]:
+    """A permutation of `count` participants. Over `count` rounds each follows each other one as often as the others do.
+
+    These are the rows of E. J. Williams' designs balanced for carry-over effects (1949): 0, n - 1, 1, n - 2, ...,
+    shifted by one in each round, and for an odd count backwards in every other round.
+    """
+    first = [i // 2 if i % 2 == 0 else count - 1 - i // 2 for i in range(count)]
+    row = [(i + number) % count for i in first]
+    return row[::-1] if count % 2 and number % 2 else row
+
+
 def interleave(
     participants: Sequence[Participant],
     device: torch.device,
@@ -114,7 +124,8 @@ def interleave(
     for number in range(rounds):
         if number and time.monotonic() > deadline:
             return
-        for participant in random.Random(number).sample(participants, len(participants)):
+        for index in order_of_round(len(participants), number):
+            participant = participants[index]
             if participant.failure:
                 continue
             try:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,29 +195,34 @@ def test_a_participant_that_fails_leaves_the_others_alone() -> None:
     assert set(both[1].stats()) == {"half", "end", "total"}
 
 
-def test_each_round_has_everyone_in_another_order() -> None:
-    order: list[str] = []
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 20, 21, 40])
+def test_in_each_round_everyone_follows_somebody_else(count: int) -> None:
+    rounds = min(5, count)
+    orders = [timing.order_of_round(count, number) for number in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert len({tuple(order) for order in orders}) == rounds
+    followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    # With an odd number of participants it takes twice as many rounds to be balanced.
+    assert max(followed.values(), default=0) <= 1 + count % 2
+
+
+def test_interleaved_rounds_have_that_order() -> None:
+    seen: list[str] = []
 
     def one(name: str) -> timing.Participant:
         def step(call: int, mark: devices.Marks) -> None:
             mark("start")
-            if not order or order[-1] != name:
-                order.append(name)
+            if not seen or seen[-1] != name:
+                seen.append(name)
             mark("end")
 
         return timing.Participant(name, step)
 
-    names = ["a", "b", "c", "d", "e"]
-    timing.interleave([one(name) for name in names], torch.device("cpu"), rounds=1, block_ms=0.0)
-    first = order.copy()
-    assert sorted(first) == names
-    order.clear()
-    everyone = [one(name) for name in names]
+    everyone = [one(name) for name in "abcd"]
     timing.interleave(everyone, torch.device("cpu"), rounds=4, block_ms=0.0)
-    assert order[: len(names)] == first  # the same in every run
+    expected = ["abcd"[i] for number in range(4) for i in timing.order_of_round(4, number)]
+    assert seen == [name for i, name in enumerate(expected) if i == 0 or name != expected[i - 1]]
     assert all(len(participant.parts["total"]) == 4 for participant in everyone)
-    before = set(itertools.pairwise(order))
-    assert len({a for a, b in before if b == "a"}) > 1  # not always after the same one
 
 
 def test_one_round_runs_past_the_deadline() -> None:
