@@ -299,6 +299,7 @@ def _result_of(child: Any, results: Any, what: str) -> Any:
         except queue.Empty:
             assert alive, f"{what} ended with {child.exitcode} and gave nothing"
     child.kill()
+    child.join()
     raise AssertionError(f"{what} gave nothing in five minutes")
 
 

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) count_rows_kernel(CountParams p, con
 }
 
 // All in one block, for as many rows as a chunk or two and no class weights: launches cost the host more than this
-// costs the device. A thread takes consecutive rows.
+// costs the device.
 constexpr int64_t kSmallEach = 16, kSmallRows = kFinishThreads * kSmallEach;
 
 __global__ void __launch_bounds__(kFinishThreads) count_small_kernel(CountParams p) {
