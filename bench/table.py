@@ -46,6 +46,7 @@ _COLUMNS: dict[str, Cell] = {
     "ms": _with_spread("train_ms"),
     "× limit": _field("x_limit", ".3f"),
     "× real": _field("x_limit_real", ".3f"),
+    "× none": _field("x_none", ".3f"),
     "TFLOP/s": _field("tflops", ".3g"),
     "forward": _field("forward_ms", ".3g"),
     "backward": _field("backward_ms", ".3g"),
@@ -89,6 +90,7 @@ _LAYOUT: dict[str, tuple[tuple[str, ...], ...]] = {
     "backlog": (("host fwd ms", "host bwd ms", "autograd ms", "GPU fwd ms", "GPU bwd ms", "syncs fwd", "syncs bwd"),),
     "step": (("step ms", "host fwd ms", "host bwd ms", "GPU idle ms"),),
     "overhead": (("eager µs", "compiled µs", "graph µs"),),
+    "options": (("ms", "× none", "× limit", "peak MiB", *_ERROR),),
     "rows": (("time ms", "GB/s", "of copy"),),
     "gemm": (("time ms", "TFLOP/s"),),
 }
@@ -124,7 +126,7 @@ def _groups(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
     grouped: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
         # One table for a sweep; otherwise one for each batch.
-        sweep = r["routine"] in ("ragged", "scale", "backlog", "gemm", "rows")
+        sweep = r["routine"] in ("ragged", "scale", "backlog", "options", "gemm", "rows")
         where = (r.get("base", r["shape"]), r["dtype"], r["data"], 0.0 if sweep else r["ignored"])
         grouped.setdefault((r["routine"], *where), []).append(r)
     return grouped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -270,7 +271,7 @@ def test_wrong_heads_are_refused_and_missing_ones_skipped() -> None:
     assert {"limit", "limit-real"} <= set(found)
 
 
-@pytest.mark.parametrize("name", ["flce", "exact", "ragged", "memory", "backlog", "step", "rows"])
+@pytest.mark.parametrize("name", ["flce", "exact", "ragged", "memory", "backlog", "step", "options", "rows"])
 def test_routine_runs(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged, "FRACTIONS", (0.5,))
     ctx = context(where=device, heads=["syncfree", "syncfree-lean@16", "torch"], data=["unit"])
@@ -279,6 +280,24 @@ def test_routine_runs(name: str, device: torch.device, monkeypatch: pytest.Monke
     assert records
     assert [r for r in records if r["status"] != "ok"] == []
     assert table.tables(ctx.store.data)
+
+
+def test_an_option_that_is_wrong_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = importlib.import_module("bench.routines.options")
+    right = options._loss
+    monkeypatch.setattr(options, "_loss", lambda batch, given: right(batch, given) * (1.5 if "softcap" in given else 1))
+    ctx = context(shapes=[shapes.Shape("", 64, 16, 97)])
+    load("options").run(ctx)
+    found = {r["variant"]: r for r in ctx.store.data["records"]}
+    capped = {name for name in found if "softcap" in name}
+    assert len(capped) == 2
+    assert {name for name, r in found.items() if r["status"] != "ok"} == capped
+    for name in capped:
+        assert found[name]["status"] == "wrong"
+        assert "relative error of loss is 0.5" in found[name]["reason"]
+        assert "train_ms" not in found[name]
+    assert found["none"]["x_none"] == 1
+    assert found["bias"]["x_none"] == found["bias"]["train_ms"]["median"] / found["none"]["train_ms"]["median"]
 
 
 @pytest.mark.slow

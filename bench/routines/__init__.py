@@ -10,7 +10,7 @@ from typing import Any
 from bench.context import Context
 
 # In the order of a full run: what the README shows comes first.
-NAMES = ("flce", "exact", "ragged", "backlog", "step", "memory", "scale", "overhead", "rows", "gemm", "cpu")
+NAMES = ("flce", "exact", "ragged", "backlog", "step", "memory", "scale", "overhead", "options", "rows", "gemm", "cpu")
 FULL = NAMES[:-1]
 
 
