@@ -97,7 +97,8 @@ def block(step: Step, device: torch.device, block_ms: float, first: int = 0) -> 
 
 
 def order_of_round(count: int, number: int) -> list[int]:
-    """A permutation of `count` participants. Over `count` rounds each follows each other one as often as the others do.
+    """A permutation of `count` participants. Over `count` rounds, or twice as many for an odd count, each follows each
+    other one as often as the others do.
 
     These are the rows of E. J. Williams' designs balanced for carry-over effects (1949): 0, n - 1, 1, n - 2, ...,
     shifted by one in each round, and for an odd count backwards in every other round.

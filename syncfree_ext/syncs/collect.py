@@ -298,7 +298,7 @@ def _add_costs(report: Report, steps: Sequence[Step | Link], end: float, count: 
 def _busy(steps: Sequence[Step]) -> list[tuple[float, float]]:
     """When the GPU worked, on the host's clock; gaps too short to see are closed."""
     intervals: list[tuple[float, float]] = []
-    for start, end in sorted((max(step.before, step.start), step.after) for step in steps):
+    for start, end in sorted((step.begin, step.after) for step in steps):
         if end <= start:
             continue
         if intervals and start - intervals[-1][1] <= NOISE:
