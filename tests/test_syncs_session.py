@@ -10,6 +10,7 @@ import torch
 
 from fake_gpu import Card, FakeGpu, fake_card
 from syncfree_ext.syncs import find_syncs, internals, no_sync, step
+from syncfree_ext.syncs.gpu import CudaGpu
 from syncfree_ext.syncs.timer import Timer
 
 
@@ -209,12 +210,36 @@ def test_bad_options(options: dict[str, Any]) -> None:
         find_syncs(**options)
 
 
+class Stamp:
+    """An event of a simulated GPU clock, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def elapsed_time(self, other: Stamp) -> float:
+        """Milliseconds until another one."""
+        return (other.seconds - self.seconds) * 1e3
+
+
+@pytest.mark.parametrize("drift", [0.0, 5e-5, -5e-5])
+@pytest.mark.parametrize("late", [0.0, 2e-3])
+def test_a_late_calibration_bends_no_clock(monkeypatch: pytest.MonkeyPatch, drift: float, late: float) -> None:
+    """The clocks' drift is taken out. A calibration that others' work held up is no drift: times stay as long as the
+    GPU says, to the millionths that its clock may really be off."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpu = CudaGpu()
+    rate = 1.0 + drift
+    gpu._anchors = [(100.0, Stamp(7.0)), (100.0 + 0.040 * rate + late, Stamp(7.040))]
+    begin, finish = gpu.resolve([Stamp(7.010), Stamp(7.030)])
+    allowed = 2e-4 if late else 1e-9
+    assert finish - begin == pytest.approx(0.020 * rate, rel=2 * allowed)
+    assert begin == pytest.approx(100.0 + 0.010 * rate, abs=allowed)
+
+
 @pytest.mark.cuda
 @pytest.mark.alone
 def test_clocks_agree() -> None:
     """Work of known length, timed by events, has that length on the host's clock, and ends when a wait for it ends."""
-    from syncfree_ext.syncs.gpu import CudaGpu
-
     gpu = CudaGpu()
     gpu.calibrate()
     gpu.backlog(0.02)
