@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -19,7 +20,12 @@ from tolerances import assert_close_rel
 def test_loss_and_gradients(family: str, rng: torch.Generator) -> None:
     net, inputs = model(family, rng), batch(rng)
     calls = [inputs, {**inputs, "num_items_in_batch": torch.tensor(7)}]
-    stock = [step(net, call) for call in calls]
+    try:
+        stock = [step(net, call) for call in calls]
+    except AttributeError as error:  # in 5.17 it hands out no router logits, and its own loss of them fails
+        if family != "granitemoe":
+            raise
+        pytest.skip(f"granitemoe itself fails in transformers {version('transformers')}: {error}")
     apply_to(net)
     ours = [step(net, call) for call in calls]
     for expected, got in zip(stock, ours, strict=True):
