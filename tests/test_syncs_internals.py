@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def test_constructors_copy_in_an_op_that_a_mode_sees() -> None:
         made = torch.tensor([1.0, 2.0], device="cuda")
     assert made.device.type == "cuda"
     assert "aten::_to_copy" in [name for name, *_ in notes.seen]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("key_of", [internals.stream_key, internals._slow_stream_key])
+def test_key_of_a_stream(key_of: Callable[[int], Any]) -> None:
+    device = torch.cuda.current_device()
+    before = key_of(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        inside = key_of(device)
+        assert key_of(device) == inside
+    assert inside != before
+    assert key_of(device) == before
 
 
 @pytest.mark.cuda

@@ -256,6 +256,37 @@ def test_clocks_agree() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.alone
+def test_events_go_to_the_current_stream() -> None:
+    """One in a stream without work is done while another stream still has some."""
+    gpu, side = CudaGpu(), torch.cuda.Stream()
+    gpu.calibrate()
+    gpu.backlog(0.05)
+    behind = gpu.record()
+    with torch.cuda.stream(side):
+        assert gpu.stream() == side.stream_id
+        beside = gpu.record()
+        beside.synchronize()
+        assert not behind.query()
+    assert gpu.stream() == torch.cuda.current_stream().stream_id
+    assert not gpu.record().query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+def test_allocations_are_counted() -> None:
+    gpu = CudaGpu()
+    kept = torch.empty(1, device="cuda")
+    before = gpu.allocations()
+    torch.cuda.empty_cache()
+    again = gpu.allocations()
+    del kept
+    large = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert before <= again < gpu.allocations()
+    del large
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
 def test_profiler_agrees() -> None:
     """Over a loop of reads, torch.profiler sees at least those, and none in a function that has no row."""
     x = torch.ones(1024, 1024, device="cuda")

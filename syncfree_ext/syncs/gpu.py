@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from . import internals
+
 
 class Gpu(Protocol):
     """A device as the timer sees it. Times are in seconds on one clock."""
@@ -64,17 +66,26 @@ class CudaGpu:
         self.now = time.perf_counter
         self.capturing = torch.cuda.is_current_stream_capturing
         self._anchors: list[tuple[float, torch.cuda.Event]] = []
+        self._streams: dict[Any, torch.cuda.Stream] = {}
         self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
     def record(self) -> torch.cuda.Event:
         """An event with a time stamp, in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
-        _record(event)
+        _record(event, self._current())
         return event
 
     def stream(self) -> int:
         """The number of the current stream."""
-        return int(torch.cuda.current_stream().stream_id)
+        return int(self._current().stream_id)
+
+    def _current(self) -> torch.cuda.Stream:
+        """The current stream, of which torch would make a new object at each op."""
+        key = internals.stream_key(torch.cuda.current_device())
+        found = self._streams.get(key)
+        if found is None:
+            found = self._streams[key] = torch.cuda.current_stream()
+        return found
 
     def calibrate(self) -> None:
         """Waits for the GPU and ties its clock to the host's."""
@@ -99,7 +110,7 @@ class CudaGpu:
 
     def allocations(self) -> int:
         """Calls of cudaMalloc and cudaFree, and retries after a failed one."""
-        stats = torch.cuda.memory_stats()
+        stats = torch.cuda.memory_stats_as_nested_dict()  # memory_stats takes longer than many an op
         return sum(stats.get(name, 0) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries"))
 
     def backlog(self, seconds: float) -> None:

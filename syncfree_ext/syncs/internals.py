@@ -5,6 +5,7 @@
 | `torch.utils._python_dispatch.TorchDispatchMode` (torch's notes describe it) | the timer | no timer |
 | `torch._C._current_autograd_node` | the node that runs in backward | no node, no forward line |
 | `torch.autograd._get_sequence_nr`, `Node._sequence_nr` | the forward line of a node | no forward line |
+| `torch._C._cuda_getCurrentStream` | which stream is current, at each op | the stream's object tells, more slowly |
 | `torch._C._set_only_lift_cpu_tensors` | the copy in torch.tensor(data, device="cuda") | its line, not its time |
 | the text of the sync-debug warning | the detector | it finds nothing |
 
@@ -27,6 +28,7 @@ __all__ = [
     "node_name",
     "node_sequence",
     "sequence_number",
+    "stream_key",
     "top_mode",
     "visible_constructors",
 ]
@@ -64,6 +66,14 @@ current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _n
 
 # The sequence number that this thread's next autograd node gets.
 sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _no_sequence)
+
+
+def _slow_stream_key(device: int) -> Any:
+    return torch.cuda.current_stream(device)
+
+
+# What tells the current stream of a device from its others.
+stream_key: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentStream", _slow_stream_key)
 
 
 def node_name(node: Any) -> str:
