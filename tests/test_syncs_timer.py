@@ -528,6 +528,61 @@ def test_compiled_code_stays_compiled() -> None:
     assert len(graphs) == 1
 
 
+class Costly(FakeGpu):
+    """A GPU whose events, and whose count of allocations, take their time of the host."""
+
+    def record(self) -> float:
+        event = super().record()
+        self.host(35e-6)
+        return event
+
+    def allocations(self) -> int:
+        self.host(400e-6)
+        return super().allocations()
+
+
+class Early(Card):
+    """A card on which an op hands over its work first, so that an idle GPU does not hide when."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name not in ("aten::exp", "aten::neg"):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.gpu.work(150e-6 if name == "aten::neg" else 90e-6)
+        self.gpu.host(60e-6 if name == "aten::neg" else 10e-6)  # one is looked at, one is of no interest
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ops", [3, 40])
+def test_what_the_timer_takes_is_left_out_of_the_costs(ops: int) -> None:
+    """At each op as much as it was: some are looked at more closely than others."""
+
+    def costs(gpu: FakeGpu) -> Report:
+        x = torch.ones(3)
+        with Early(gpu), find_syncs(warmup=1, steps=4, gpu=gpu) as report:
+            for _ in range(6):
+                for _ in range(ops):
+                    x.exp()
+                    x.neg()
+                y = x.sum()
+                for _ in range(ops):
+                    y.item()
+                for _ in range(ops):
+                    x.exp()
+                step()
+        return report
+
+    free, costly = costs(FakeGpu()), costs(Costly())
+    assert free.own_ms == 0.0
+    events = 3 * ops + 1 + 2 * ops  # two at a read
+    assert costly.own_ms == pytest.approx(events * 35e-3 + ops * 0.4, rel=0.01)
+    assert costly.step_ms > 1.5 * free.step_ms  # the GPU hides a part
+    assert costly.replay_ms == pytest.approx(free.replay_ms, rel=0.02)
+    (plain,), (timed,) = free.rows, costly.rows
+    assert timed.saves_ms == pytest.approx(plain.saves_ms, rel=0.05, abs=0.01)
+    assert timed.idle_ms == pytest.approx(plain.idle_ms, rel=0.05, abs=0.01)
+
+
 def test_the_timer_knows_what_it_takes_itself() -> None:
     """Of the host, at an op; and it leaves nothing behind."""
     gpu = FakeGpu()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
@@ -46,6 +47,8 @@ class Timed:
     engine: str | None = None
     link: tuple[int, bool] | None = None
     target: tuple[str, int] | None = None
+    entered: float | None = None
+    left: float | None = None
 
     @property
     def upper(self) -> float:
@@ -112,6 +115,8 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
                 entry.engine,
                 link,
                 target,
+                entry.entered,
+                entry.left,
             )
         )
     return timed
@@ -203,6 +208,21 @@ def row_of(call: Call) -> Row:
     return row
 
 
+def _step(entry: Timed, work: float, **more: Any) -> Step:
+    """An entry for the replays."""
+    return Step(
+        entry.start,
+        entry.end,
+        entry.before,
+        work,
+        stream=entry.stream,
+        engine=entry.engine,
+        entered=entry.entered,
+        left=entry.left,
+        **more,
+    )
+
+
 def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank: int = 0, own: float = 0.0) -> Report:
     """The report of measured steps.
 
@@ -211,7 +231,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         boundaries: on the host's clock, the start of each step and the end of the last.
         slow: seconds from which an op without a reason to wait is of interest.
         rank: of this process.
-        own: seconds that the timer took at each entry.
+        own: seconds that the timer took at each entry besides what the entry itself says.
 
     Raises:
         ValueError: fewer than two boundaries.
@@ -230,7 +250,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             continue
         verdict = judge(entry, slow, waiting)
         if verdict is not Verdict.WAIT or entry.call is None:
-            steps.append(Step(entry.start, entry.end, entry.before, work, stream=entry.stream, engine=entry.engine))
+            steps.append(_step(entry, work))
             if verdict is Verdict.SLOW and entry.call is not None:
                 _add_slow(slow_ops, entry.call, entry.end - entry.start, count)
             continue
@@ -240,16 +260,12 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
             row.ranks = [rank]
             report.rows.append(row)
         row = report.rows[index]
-        step = Step(
-            entry.start,
-            entry.end,
-            entry.before,
+        step = _step(
+            entry,
             min(entry.upper, max(0.0, entry.end - max(entry.before, entry.start))),
-            index,
+            row=index,
             drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
-            stream=entry.stream,
-            engine=entry.engine,
             target=entry.target,
         )
         steps.append(step)
@@ -265,7 +281,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
     ops = [step for step in steps if isinstance(step, Step)]
-    report.own_ms = own * len(ops) * 1e3 / count
+    report.own_ms = sum(own + step.came_early + step.went_late for step in ops) * 1e3 / count
     _add_costs(report, steps, boundaries[-1], count, own)
     busy = _busy(ops)
     report.busy_ms = sum(end - start for start, end in busy) * 1e3 / count

@@ -13,9 +13,9 @@ ready first: a number that is read while another stream copies gigabytes to the 
 copies keep the order in which they were measured.
 
 All durations are measured, so a replay with every wait must end when the measured steps ended, and the report says how
-far it is off. Then what the timer itself took between the ops is left out: a host that it slows down is less often
-ahead of the GPU, and every wait would seem cheaper than it is. From these replays follow, for the waits of one row of
-the report:
+far it is off. Then what the timer itself took between the ops is left out, which each entry says: a host that it slows
+down is less often ahead of the GPU, and every wait would seem cheaper than it is. From these replays follow, for the
+waits of one row of the report:
 
 - **idle**: how long the GPU idles a step when these are the only waits left. Two waits in a row drain the GPU once:
   either alone costs as much as both, and both get the whole amount.
@@ -59,6 +59,18 @@ class Step:
     stream: int = 0
     engine: str | None = None  # of copies: the one that it needs
     target: tuple[str, int] | None = None  # of waits, if not the stream: ("stream", n), ("event", n) or ("all", 0)
+    entered: float | None = None  # measuring began before the start, and went on
+    left: float | None = None  # until after the end
+
+    @property
+    def came_early(self) -> float:
+        """Host time that measuring took before the start."""
+        return 0.0 if self.entered is None else max(0.0, self.start - self.entered)
+
+    @property
+    def went_late(self) -> float:
+        """Host time that measuring took after the end."""
+        return 0.0 if self.left is None else max(0.0, self.left - self.end)
 
     @property
     def duration(self) -> float:
@@ -147,10 +159,12 @@ class Queue:
     Args:
         steps: ops, waits and links in the order of the host.
         end: when the last measured step ended on the host's clock.
-        own: seconds that measuring took at each op and wait, which a replay leaves out.
+        own: leaves out what measuring took: at each op and wait what this one says of itself, and so many seconds
+            before that. With None everything stays.
     """
 
-    def __init__(self, steps: Sequence[Step | Link], end: float, own: float = 0.0) -> None:
+    def __init__(self, steps: Sequence[Step | Link], end: float, own: float | None = None) -> None:
+        fixed, out = (0.0, 0.0) if own is None else (own, 1.0)
         ops = [step for step in steps if isinstance(step, Step)]
         self._items: list[_Run | _Copy | _Wait | Link] = []
         self._start = ops[0].start if ops else 0.0
@@ -173,7 +187,7 @@ class Queue:
                 else:
                     events[step.event] = max(there, step.start)
                 continue
-            gap = max(0.0, step.start - now - own)
+            gap = max(0.0, step.start - out * step.came_early - now - fixed)
             if step.row is None and step.engine is None:
                 if run is None or run.stream != step.stream:
                     run = _Run(step.stream)
@@ -200,9 +214,9 @@ class Queue:
                 waited = min(max(0.0, until - step.start), step.duration) if step.drains else 0.0
                 self._items.append(_Wait(gap, step, step.duration - waited))
                 run = None
-            now = max(now, step.end)
+            now = max(now, step.end + out * step.went_late)
             done[step.stream] = max(done.get(step.stream, self._start), step.after)
-        self._tail = max(0.0, end - now - own)
+        self._tail = max(0.0, end - now - fixed)
         self.measured = max(end, done.get(self._main, end)) - self._start
 
     def replay(self, removed: Collection[int] | None = (), only: Collection[int] | None = None) -> float:

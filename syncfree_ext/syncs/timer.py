@@ -17,6 +17,7 @@ that it got when it was made, in forward; the timer notes the line of each new n
 
 from __future__ import annotations
 
+import statistics
 import sys
 import threading
 import time
@@ -63,7 +64,8 @@ class Entry:
     `engine` is the copy engine that it needs: "to host", "to device", or None. `target` is what a wait is for, if that
     is not its stream: another one ("stream", number), an event, or all of the GPU ("all", None). With a `link` it is
     neither an op nor a wait of the host, and has no events of its own: the stream recorded an event (False) or waits
-    for it (True). Events are kept until the end, or another one could take their identity.
+    for it (True). Events are kept until the end, or another one could take their identity. What lies between `entered`
+    and `start`, and between `end` and `left`, is the timer's own time.
     """
 
     start: float
@@ -76,6 +78,8 @@ class Entry:
     engine: str | None = None
     link: tuple[Any, bool] | None = None
     target: tuple[str, Any] | None = None
+    entered: float | None = None
+    left: float | None = None
 
 
 @dataclass(slots=True)
@@ -169,6 +173,7 @@ class Timer(internals.DispatchMode):
         gpu = self.gpu
         if not self.active or gpu is None or gpu.capturing():
             return func(*args, **kwargs) if kwargs else func(*args)
+        entered = gpu.now()
         thread = self._thread()
         if thread.depth:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -193,7 +198,9 @@ class Timer(internals.DispatchMode):
         like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else (func, 0, False)
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
         engine = "to host" if reads else engine_of(func, args, out, gpu.type)
-        self.entries.append(Entry(start, end, before, after, call, like, gpu.stream(), engine))
+        entry = Entry(start, end, before, after, call, like, gpu.stream(), engine, entered=entered)
+        self.entries.append(entry)
+        entry.left = gpu.now()
         return out
 
     def _note_forward(self, thread: _Thread, sequence: int, func: Any) -> None:
@@ -245,6 +252,7 @@ class Timer(internals.DispatchMode):
         if threading.get_ident() != self._owner and internals.current_node() is None:
             yield  # another thread of the script, whose waits stop nobody here
             return
+        entered = gpu.now()
         thread = self._thread()
         if thread.depth:
             yield
@@ -261,8 +269,10 @@ class Timer(internals.DispatchMode):
             self._place_in_backward(call, thread)
             if hint.kind is Kind.ALLOCATOR:
                 self._allocations = gpu.allocations()
-            target = _target_of(name, subject)
-            self.entries.append(Entry(start, end, before, gpu.record(), call, stream=gpu.stream(), target=target))
+            target, after, stream = _target_of(name, subject), gpu.record(), gpu.stream()
+            entry = Entry(start, end, before, after, call, stream=stream, target=target, entered=entered)
+            self.entries.append(entry)
+            entry.left = gpu.now()
 
     def link(self, event: Any, stream: Any, waits: bool) -> None:
         """A stream has recorded an event, or waits for it."""
@@ -283,7 +293,10 @@ class Timer(internals.DispatchMode):
 
 
 def own_time(gpu: Gpu, frames: Frames, ops: int = 100, rounds: int = 5) -> float:
-    """Seconds that a timer takes of the host at each op: by the fastest rounds of a small op with and without it."""
+    """Seconds that a timer takes of the host at each op before its Python begins, and so before `entered`.
+
+    By the fastest rounds of a small op with and without it.
+    """
     x = torch.zeros(())
 
     def fastest() -> float:
@@ -301,4 +314,9 @@ def own_time(gpu: Gpu, frames: Frames, ops: int = 100, rounds: int = 5) -> float
         timer.start()
         timed = fastest()
         timer.stop()
-    return max(0.0, timed - plain)
+    inside = statistics.median(
+        (entry.start - entry.entered) + (entry.left - entry.end)
+        for entry in timer.entries
+        if entry.entered is not None and entry.left is not None
+    )
+    return max(0.0, timed - plain - inside)
