@@ -97,8 +97,10 @@ def blocks(found: list[dict[str, Any]], images: dict[str, str]) -> dict[str, str
     """What goes between the markers; images maps the name of a figure to its path on the page."""
     table = []
     for data in found:
-        for part in summary_tables(data):
-            table += [f"{part.title}:", "", part.markdown(), ""]
+        for index, part in enumerate(summary_tables(data)):
+            # Of each device one table is open, so that the page goes on soon.
+            head = f'<details markdown="1"><summary>{part.title}</summary>' if index else f"{part.title}:"
+            table += [head, "", part.markdown(), "", *(["</details>", ""] if index else [])]
         table += [_machine(data), ""]
     pictures = []
     for name, path in images.items():

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -494,7 +495,9 @@ def test_figures_fill_the_readme(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no result files"):
         figures.update(readme, folder)
     results.write(folder / "2026-01-01-gpu.json", result(record("torch", "failed", reason="an old result")))
-    results.write(folder / "2026-01-02-gpu.json", full_result())
+    gpu = full_result()
+    gpu["records"] += [{**r, "shape": "gemma2b"} for r in gpu["records"] if r["routine"] == "flce"]
+    results.write(folder / "2026-01-02-gpu.json", gpu)
     cpu = {**GOOD, "routine": "cpu", "shape": "cpu"}
     results.write(folder / "2026-01-02-cpu.json", result(cpu, name="Test CPU", kind="cpu"))
 
@@ -511,6 +514,11 @@ def test_figures_fill_the_readme(tmp_path: Path) -> None:
     assert "**`syncfree`**" in page
     assert "three matrix products take 37.00 ms" in page
     assert page.index("Test GPU") < page.index("Test CPU")
+    folded = re.findall(r'<details markdown="1"><summary>(.+?)</summary>\n\n\|.+?\|\n\n</details>', page, re.DOTALL)
+    titles = [part.title for part in figures.summary_tables(gpu)]
+    assert folded == titles[1:]
+    assert len(folded) == page.count("<details") == page.count("</details>") > 0
+    assert f"{titles[0]}:\n\n|" in page
     assert not figures.update(readme, folder, check=True)
 
     readme.write_text("no markers")
