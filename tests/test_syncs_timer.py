@@ -453,7 +453,8 @@ def test_a_loop_that_copies_beside_its_work() -> None:
 def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
     """After a wait the GPU is starved, and an event tells only that an op took it no longer than the host.
 
-    An op that is not known from elsewhere is guessed: a launch, and what its event came later than the call's return.
+    An op that is not known from elsewhere is guessed: something short, and what its event came later than those of
+    others do.
     """
     like = ("op", 4, True)
     lagging = [Timed(i * 1e-5, (i + 1) * 1e-5, i * 1e-4, (i + 1) * 1e-4, None, like) for i in range(3, 6)]
@@ -462,8 +463,21 @@ def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
         Timed(2.0, 2.0 + call, 2.0, 2.0 + call + late, None, ("op", 5 + i, True))
         for i, (call, late) in enumerate([(4e-5, 0.0), (4e-5, 6e-6), (2e-3, 6e-6), (1.2e-5, 6e-6)])
     ]
-    guesses = [1e-5, 1.6e-5, 1.6e-5, 9e-6]  # the last one: half of all
+    guesses = [4e-6, 1e-5, 1e-5, 9e-6]  # the last one: half of all
     assert work_of([*lagging, starved, *others]) == pytest.approx([1e-4] * 4 + guesses)
+    # Events that all come 3 us late say nothing of what came before them.
+    later = [Timed(t.start, t.end, t.before, t.after + 3e-6, None, t.like) for t in others]
+    assert work_of(later) == pytest.approx([4e-6, 1e-5, 1e-5, 1e-5])
+
+
+def test_work_that_outlasts_its_call_began_near_its_end() -> None:
+    """An idle GPU begins when it is handed something: not with the call, which may be slow."""
+    slow = Timed(0.0, 3e-4, 0.0, 5e-4, None, ("op", 1, True))
+    met = Timed(1.0, 1.0 + 3e-4, 1.0 + 2.9e-4, 1.0 + 5e-4, None, ("op", 2, True))  # other work until shortly before
+    like = [Timed(2.0, 2.0 + 1e-5, 2.0 + 1e-4, 2.0 + 4.5e-4, None, ("op", 3, True))]
+    alike = Timed(3.0, 3.0 + 3e-4, 3.0, 3.0 + 5e-4, None, ("op", 3, True))
+    shorter = Timed(4.0, 4.0 + 1e-4, 4.0, 4.0 + 6e-4, None, ("op", 3, True))
+    assert work_of([slow, met, *like, alike, shorter]) == pytest.approx([2.05e-4, 2.05e-4, 3.5e-4, 3.5e-4, 5e-4])
 
 
 def test_captured_streams_are_left_alone() -> None:

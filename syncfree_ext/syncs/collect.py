@@ -13,13 +13,17 @@ from typing import Any
 
 from .gpu import Gpu
 from .kinds import Counts, Kind
-from .model import LAUNCH, NOISE, Link, Queue, Step
+from .model import NOISE, Link, Queue, Step
 from .report import Report, Row, Slow, Timeline
 from .sites import Site, resolve, short_path
 from .timer import Call, Entry, Like
 
 # A wait ends soon after the GPU has drained.
 _RETURN = 25e-6
+# An op's work reaches the GPU so long before the op returns.
+_HANDED_OVER = 5e-6
+# What an op takes the GPU if no more is known than that it did not take long.
+_SHORT = 4e-6
 _MOST_BUSY_INTERVALS = 500
 # Of an op without a reason to wait: one call alone may be chance.
 _LEAST_WAITS = 2
@@ -125,21 +129,28 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
 def work_of(timed: Sequence[Timed]) -> list[float]:
     """The GPU's time for each entry.
 
-    It is measured where the GPU lagged behind the host. Where it was starved, it is taken from calls alike that were
-    measured. If there are none it is a guess: the call handed over its work shortly before it returned, and took no
-    less than half of its time to get there, however long a busy machine kept it.
+    It is measured where the GPU still had other work when the call returned. Otherwise the call's work began somewhere
+    in the call, and it is taken from calls alike that were measured. If there are none it is a guess: calls hand over
+    their work shortly before they return. Of a starved one, what its event came later than that says something only as
+    far as it is more than what the recording of an event takes, which the least late of them show.
     """
     known: dict[Like, list[float]] = {}
     for entry in timed:
-        if entry.like is not None and not entry.starved:
+        if entry.like is not None and entry.before >= entry.end:
             known.setdefault(entry.like, []).append(entry.upper)
     usual = {like: statistics.median(times) for like, times in known.items()}
+    late = sorted(max(0.0, entry.after - entry.end) for entry in timed if entry.like is not None and entry.starved)
+    recording = late[len(late) // 20] if late else 0.0
 
     def work(entry: Timed) -> float:
-        if not entry.starved or entry.like is None:
+        if entry.like is None or entry.before >= entry.end:
             return entry.upper
-        guess = min(entry.upper / 2, max(0.0, entry.after - entry.end) + LAUNCH)
-        return min(entry.upper, usual.get(entry.like, guess))
+        rest = max(0.0, entry.after - entry.end)
+        if entry.starved:
+            guess, least = min(entry.upper / 2, max(0.0, rest - recording) + _SHORT), 0.0
+        else:
+            guess, least = rest + _HANDED_OVER, rest
+        return min(entry.upper, max(least, usual.get(entry.like, guess)))
 
     return [work(entry) for entry in timed]
 
