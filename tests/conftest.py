@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device")
     config.addinivalue_line("markers", "alone: measures the GPU, and has it to itself among the tests that use it")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "waits_often: takes long on a GPU that others use too, each wait for its turn")
     # In the environment, so that the workers of pytest-xdist take the controller's.
     os.environ.setdefault(_SEED, str(random.SystemRandom().randrange(2**31)))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -56,9 +57,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU slow tests come first, and those that want it alone last: who waits to be alone keeps all others out."""
+    """On a GPU what takes long comes first, what wants it alone last: who waits to be alone keeps all others out."""
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        marks = {mark.name for mark in item.iter_markers()}
+        return "alone" in marks, marks.isdisjoint({"slow", "waits_often"})
+
     if torch.cuda.is_available():
-        items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("slow")))
+        items.sort(key=order)
 
 
 @pytest.hookimpl(wrapper=True)

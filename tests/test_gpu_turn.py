@@ -78,11 +78,12 @@ def test_which_tests_take_a_turn(
 
 def test_what_takes_long_comes_first_and_what_is_alone_last(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = {"a": (), "b": ("alone",), "c": ("slow",), "d": (), "e": ("alone", "slow"), "f": ("slow",)}
+    tests["g"] = ("cuda", "waits_often")
 
     def item(marks: tuple[str, ...], name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, get_closest_marker=lambda mark: mark if mark in marks else None)
+        return SimpleNamespace(name=name, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
 
-    for there, order in ((True, "cfadeb"), (False, "abcdef")):
+    for there, order in ((True, "cfgadeb"), (False, "abcdefg")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         items = [item(marks, name) for name, marks in tests.items()]
         conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]

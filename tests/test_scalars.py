@@ -198,6 +198,7 @@ def test_flush_is_idempotent_and_close_keeps_what_was_not_read(device: torch.dev
         ring.put(2, {"x": 3})
 
 
+@pytest.mark.waits_often
 @pytest.mark.parametrize("on_full", ["wait", "drop_oldest", "error"])
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_nothing_is_lost_or_reordered(depth: int, on_full: Any, rng: torch.Generator, device: torch.device) -> None:
