@@ -11,15 +11,17 @@ from syncfree_ext.syncs import step
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-_size = 1024 if device.type == "cuda" else 16
+_size = 2048 if device.type == "cuda" else 16
 _a = torch.full((_size, _size), 1e-3, device=device)
 _b = torch.empty_like(_a)
 
 
 def busy(products: int = 8) -> None:
-    """Work for the GPU, so that there is something to wait for: eight take it some tenths of a millisecond.
+    """Work for the GPU, so that there is something to wait for.
 
-    An op whose wait is told by time alone needs more, so that the host, however slow, gets there long before the end.
+    A product takes an H200 about 0.3 ms, several times what a slow host takes to queue it under the timer, so that the
+    host gets to the wait first. An op whose wait is told by time alone needs more products than eight, to get there
+    long before the end. 200 steps of eight are half a second.
     """
     for _ in range(products):
         torch.mm(_a, _a, out=_b)
