@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from syncfree_ext.syncs import Report, runner
 
 FOLDER = Path(__file__).parent / "sync_cases"
@@ -71,6 +73,10 @@ def run(path: Path, **options: Any) -> Report:
     Raises:
         RuntimeError: the case itself failed.
     """
+    if torch.cuda.is_initialized():
+        # Else the blocks that an earlier run freed serve this one, and a case about allocating them has none to find.
+        # It is private to torch, and builds without CUDA do not have it.
+        getattr(torch._C, "_host_emptyCache", lambda: None)()
     sys.modules.pop("common", None)  # whose device is that of the first case, which may have had a simulated card
     outcome = runner.run(str(path), [], **{"warmup": 2, "steps": 5, **options})
     if outcome.status:

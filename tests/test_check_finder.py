@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -130,6 +130,24 @@ def test_too_few_steps_fail(run: Run, machine: Any) -> None:
     """On the CPU this case has 12 steps."""
     status, _, parts = run("cases", "--only", "f01_train")
     assert (status, parts["cases"]["failures"]) == (1, ["f01_train: 10 of 200 steps were measured"])
+
+
+def test_pinned_blocks_of_earlier_runs_are_given_back(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    report = check.loops.Report()
+
+    def ran(*_: Any, **__: Any) -> Any:
+        order.append("run")
+        return SimpleNamespace(status=0, report=report)
+
+    monkeypatch.setattr(check.sync_case.runner, "run", ran)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch._C._host_emptyCache", lambda: order.append("empty"), raising=False)
+    assert check.sync_case.run(check.sync_case.PATHS[0]) is report
+    assert order == ["empty", "run"]
+    monkeypatch.delattr("torch._C._host_emptyCache")  # as in a build without CUDA
+    check.sync_case.run(check.sync_case.PATHS[0])
+    assert order == ["empty", "run", "run"]
 
 
 # ------------------------------------------------------------------------------------------------------------- overhead
