@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -114,8 +114,8 @@ def test_a_missed_mark_and_a_false_row_fail(run: Run, machine: Any, check: Modul
     assert status == 1
     failures = parts["cases"]["failures"]
     assert parts["cases"]["result"] == "FAILED"
-    assert "c98_wrong:6 scalar read was not found" in failures
-    assert "c98_wrong:5 scalar read has no mark" in failures
+    assert "c98_wrong:6 scalar read was not found in 1 of 1 runs" in failures
+    assert "c98_wrong:5 scalar read has no mark, in 1 of 1 runs" in failures
     assert any(text.startswith("c99_missing: ") for text in failures)
     assert parts["cases"]["rows"][0] | {"runs": 0} == {
         "case": "c98_wrong", "steps": 5, "runs": 0, "found": 0, "missed": 1, "false_rows": 1,
@@ -124,6 +124,59 @@ def test_a_missed_mark_and_a_false_row_fail(run: Run, machine: Any, check: Modul
     rows = {(row["case"], row["steps"]): row for row in parts["cases"]["rows"]}
     assert rows["f99_free", 200]["runs"] == 1
     assert not any("f99" in text for text in failures)
+
+
+def repeated(
+    check: ModuleType,
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    found: Sequence[Sequence[tuple[int, str]]],
+    steps: int = 5,
+) -> Any:
+    """What the tool makes of a case whose runs find so, a second each."""
+    done = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: seconds)
+    seconds = 0.0
+
+    def ran(path: Path, **_: Any) -> Any:
+        nonlocal seconds
+        seconds += 1
+        rows = [check.Row(str(path), line, "f", "", kind, "aten::x") for line, kind in found[next(done)]]
+        return check.loops.Report(rows=rows, steps=steps)
+
+    monkeypatch.setattr(check, "time", clock)
+    monkeypatch.setattr(check.sync_case, "run", ran)
+    check.check_case("c03_fill_with_tensor", len(found) + 0.5, machine, noted := check.Check())
+    assert noted.rows[0]["runs"] == len(found)
+    return noted
+
+
+@pytest.mark.parametrize("times", [0, 9, 13, 14, 27])
+def test_a_mark_is_missed_if_most_runs_miss_it(
+    check: ModuleType, machine: Any, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    c03 = repeated(check, machine, monkeypatch, [[(11, "inside an op")] * (i >= times) for i in range(27)])
+    text = f"c03_fill_with_tensor:11 inside an op was not found in {times} of 27 runs"
+    assert c03.failures == ([text] if times > 13 else [])
+    assert c03.facts.get("c03_fill_with_tensor", {}).get("missed_at_times") == ([text] if 0 < times < 14 else None)
+    assert c03.rows[0]["missed"] == times
+    assert c03.rows[0]["found"] == 27 - times
+
+
+def test_each_row_without_a_mark_fails_once(check: ModuleType, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = [(11, "inside an op")]
+    rows = [marked + [(10, "explicit")] * (i in (3, 7)) + [(9, "explicit")] * (i == 3) for i in range(20)]
+    c03 = repeated(check, machine, monkeypatch, rows)
+    assert c03.failures == [
+        "c03_fill_with_tensor:9 explicit has no mark, in 1 of 20 runs",
+        "c03_fill_with_tensor:10 explicit has no mark, in 2 of 20 runs",
+    ]
+    assert c03.rows[0]["false_rows"] == 3
+
+
+def test_what_fails_each_time_is_said_once(check: ModuleType, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c03 = repeated(check, machine, monkeypatch, [[(11, "inside an op")]] * 4, steps=3)
+    assert c03.failures == ["c03_fill_with_tensor: 3 of 5 steps were measured"]
 
 
 def test_too_few_steps_fail(run: Run, machine: Any) -> None:

@@ -7,7 +7,7 @@
 
 | part | what it does | fails if |
 |---|---|---|
-| cases | runs tests/sync_cases, and those that never wait for 200 steps | a mark is missed, or a row has no mark |
+| cases | runs tests/sync_cases, and those that never wait for 200 steps | most runs miss a mark, or a row has no mark |
 | overhead | times a step without and with the detector and the timer | a step that the GPU bounds is over the bars |
 | ranking | removes each wait of three loops, and leaves each alone | costs have another order than predicted |
 | trainers | runs Trainer and SFTTrainer with the stock loss and with ours | a row names us, or the losses differ |
@@ -33,6 +33,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -125,29 +126,46 @@ def unquiet(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[
 
 
 def check_case(name: str, seconds: float, machine: loops.Machine, check: Check) -> None:
-    """A case with 5 steps, and with 200 if it never waits; and again while there is time."""
+    """A case with 5 steps, and with 200 if it never waits; and again while there is time.
+
+    On a shared machine the host may be so late that there is nothing to wait for. A wait is missed if it is so in more
+    than half of the runs. What is found and has no mark is wrong in any.
+    """
     path = sync_case.FOLDER / f"{name}.py"
     counts = [5, 200] if path in sync_case.FREE else [5]
     rows: list[dict[str, Any]] = [{"case": name, "steps": n, **dict.fromkeys(COUNTED, 0)} for n in counts]
     check.rows += rows
+    want, missing, unmarked = sync_case.marks(path), Counter[tuple[int, str]](), Counter[tuple[int, str]]()
     begin = time.perf_counter()
     while rows[0]["runs"] == 0 or (time.perf_counter() - begin) * (1 + 1 / rows[0]["runs"]) <= seconds:
         for steps, row in zip(counts, rows, strict=True):
             with contextlib.redirect_stdout(io.StringIO()), patch.dict(os.environ, SYNC_CASE_STEPS=str(steps + 3)):
                 report = sync_case.run(path, steps=steps, gpu=machine.gpu)
-            want, got = sync_case.marks(path), sync_case.found(report, path)
+            got = sync_case.found(report, path)
             nodes = {(line, f"backward of {node}") for line, node in want.nodes - got.nodes}
             missed, false = (want.lines - got.lines) | nodes, got.lines - want.lines
             found = len(want.lines & got.lines) + len(want.nodes & got.nodes)
             for column, count in zip(COUNTED, (1, found, len(missed), len(false)), strict=True):
                 row[column] += count
                 check.facts.setdefault("all", dict.fromkeys(COUNTED, 0))[column] += count
-            check.failures += [f"{name}:{line} {what} was not found" for line, what in sorted(missed)]
-            check.failures += [f"{name}:{line} {what} has no mark" for line, what in sorted(false)]
+            missing.update(missed)
+            unmarked.update(false)
             if missed or false:
-                check.facts[name] = {"seen": sync_case.differences(path, report)}
-            if report.steps != steps:
-                check.failures.append(f"{name}: {report.steps} of {steps} steps were measured")
+                check.facts.setdefault(name, {})["seen"] = sync_case.differences(path, report)
+            text = f"{name}: {report.steps} of {steps} steps were measured"
+            if report.steps != steps and text not in check.failures:
+                check.failures.append(text)
+    runs = sum(row["runs"] for row in rows)
+    for (line, what), times in sorted(missing.items()):
+        text = f"{name}:{line} {what} was not found in {times} of {runs} runs"
+        if 2 * times > runs:
+            check.failures.append(text)
+        else:
+            check.facts[name].setdefault("missed_at_times", []).append(text)
+    check.failures += [
+        f"{name}:{line} {what} has no mark, in {times} of {runs} runs"
+        for (line, what), times in sorted(unmarked.items())
+    ]
 
 
 def ways(step: loops.Step, count: int, machine: loops.Machine) -> dict[str, Callable[[], float]]:
