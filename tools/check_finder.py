@@ -12,9 +12,10 @@
 | ranking | removes each wait of three loops, and leaves each alone | costs have another order than predicted |
 | trainers | runs Trainer and SFTTrainer with the stock loss and with ours | a row names us, or the losses differ |
 
-What is timed needs a quiet machine. The plain step and a fixed piece of work of the host are timed before and after;
-where these differ by more than 5 %, the result is "noisy" and nothing is concluded from it. The status is 1 if a part
-failed, and 4 if none did but one was noisy, or if there is no GPU.
+What is timed runs in rounds, until the time is up, and only times of the same round are compared: a host whose speed
+drifts slows down both sides. Medians over the rounds are trusted to two of their standard deviations; what that leaves
+open is "noisy", and more seconds may tell. How the speed of the machine changed meanwhile is noted and decides nothing.
+The status is 1 if a part failed, and 4 if none did but one was noisy, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ import contextlib
 import fnmatch
 import gc
 import io
-import itertools
 import json
 import math
 import os
-import random
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -46,6 +46,7 @@ if not any((Path(folder or ".") / "syncfree_ext").is_dir() for folder in sys.pat
     sys.path.append(str(ROOT))
 
 import finder_loops as loops  # noqa: E402
+import finder_rounds as rounds  # noqa: E402
 import torch  # noqa: E402
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -57,7 +58,7 @@ from syncfree_ext.syncs import Row, SyncWarning, collect, no_sync, runner, sites
 
 BARS = {"detector": 0.02, "timer": 0.10}  # of a step that the GPU bounds
 STEPS = {"gpu_bound": 12, "host_bound": 40}  # timed at once
-QUIET = 0.05  # a larger change of the same work is noise
+QUIET = 0.05  # a larger change of the same work is noted
 ALIKE = 0.02  # costs that differ by less than this part of the step have no order
 # Of the first step's loss, relative: the stock one may have bfloat16 logits, of 8 bits. A wrong loss is far off.
 LOSS = 1e-2
@@ -82,19 +83,6 @@ class Check:
         if self.failures:
             return "FAILED"
         return "noisy" if self.noise else "skipped" if self.skipped and not self.facts else "ok"
-
-
-def timed_rounds(runs: Mapping[str, Callable[[], float]], seconds: float, least: int = 3) -> dict[str, list[float]]:
-    """What each run returns, in rounds until the seconds are used up. Orders differ, so that a drift meets all."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffle, begin = list(runs), random.Random(0), time.perf_counter()
-    for index in itertools.count():
-        if index >= least and (time.perf_counter() - begin) * (index + 1) / index > seconds:
-            break
-        shuffle.shuffle(order)
-        for name in order:
-            times[name].append(runs[name]())
-    return times
 
 
 def host_ms() -> float:
@@ -188,23 +176,29 @@ def ways(step: loops.Step, count: int, machine: loops.Machine) -> dict[str, Call
 
 
 def check_overhead(name: str, seconds: float, machine: loops.Machine, check: Check) -> None:
-    """How much longer a step takes with each tool; each round gives a ratio to its own plain step."""
+    """How much longer a step takes with each tool; each round gives a ratio to its own plain step.
+
+    A tool fails if the median is above its bar by more than two deviations, and passes if two more would not lift it
+    above. By chance one that costs just the bar does either in one check of 17 with five rounds, of 44 with many.
+    """
     runs = ways(loops.make_step(machine, name), STEPS[name], machine)
     for run in runs.values():
         run()  # pays what is paid once
     before = speeds(runs["plain"])
-    times = timed_rounds(runs, seconds, least=5)
-    noise = unquiet(before, speeds(runs["plain"]))
-    check.noise += [f"{name}: {reason}" for reason in noise]
-    check.facts[name] = {"plain_ms": statistics.median(times["plain"]), "noise": noise}
+    times = rounds.in_rounds(runs, seconds, least=5)
+    changes = unquiet(before, speeds(runs["plain"]))
+    check.facts[name] = {"plain_ms": statistics.median(times["plain"]), "machine": changes}
     for tool, bar in BARS.items():
-        longer = sorted(100 * (a / b - 1) for a, b in zip(times[tool], times["plain"], strict=True))
-        middle = statistics.median(longer)
-        row = {"step": name, "tool": tool, "rounds": len(longer), "longer_percent": middle}
-        row |= {"least_percent": longer[0], "most_percent": longer[-1]}
+        longer = [100 * (a / b - 1) for a, b in zip(times[tool], times["plain"], strict=True)]
+        middle = rounds.Median.of(longer)
+        row = {"step": name, "tool": tool, "rounds": len(longer), "longer_percent": middle.value}
+        row |= {"deviation_percent": middle.deviation, "least_percent": min(longer), "most_percent": max(longer)}
         check.rows.append({**row, "bar_percent": 100 * bar if name == "gpu_bound" else None})
-        if name == "gpu_bound" and middle > 100 * bar and not noise:
-            check.failures.append(f"{name}: {tool} makes a step {middle:.1f} % longer, {bar:.0%} are allowed")
+        text = f"{name}: {tool} makes a step {middle} % longer, {bar:.0%} are allowed"
+        if name == "gpu_bound" and middle.value - rounds.SURE * middle.deviation > 100 * bar:
+            check.failures.append(text)
+        elif name == "gpu_bound" and middle.value + rounds.SURE * middle.deviation > 100 * bar:
+            check.noise.append(f"{text}: {len(longer)} rounds cannot tell")
 
 
 def predict(loop: loops.Loop, machine: loops.Machine) -> dict[str, Any]:
@@ -232,77 +226,59 @@ def predict(loop: loops.Loop, machine: loops.Machine) -> dict[str, Any]:
     }
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's, with means of tied ranks; None where one side is constant."""
-    ranks = [[sum((w < v) + 0.5 * (w == v) for w in values) for v in values] for values in (x, y)]
-    return None if any(len(set(values)) < 2 for values in ranks) else statistics.correlation(*ranks)
-
-
-def agreement(
-    predicted: Mapping[str, float], measured: Mapping[str, float], noise: Mapping[str, float], least: float
-) -> dict[str, Any]:
-    """Whether predicted costs have the order of measured ones, all in ms.
-
-    Pairs count whose measured costs differ by more than twice their noise, and by more than `least`.
-    """
-    told = [
-        (a, b)
-        for a, b in itertools.permutations(predicted, 2)
-        if measured[a] - measured[b] > max(least, 2 * math.hypot(noise[a], noise[b]))
-    ]
-    return {
-        "rank_correlation": rank_correlation(list(predicted.values()), [measured[name] for name in predicted]),
-        "pairs": len(told),
-        "out_of_order": [f"{a} costs more than {b}" for a, b in told if predicted[a] <= predicted[b]],
-        "largest_error_ms": max(abs(predicted[name] - measured[name]) for name in predicted),
-    }
-
-
 def check_ranking(name: str, seconds: float, machine: loops.Machine, check: Check) -> None:
     """A loop's costs, predicted and measured: what each wait's removal saves, and the idle it leaves if alone.
 
-    What is measured includes the work that takes a wait's place.
+    What is measured includes the work that takes a wait's place. Each round predicts too, so that both sides meet the
+    same machine, and pairs of waits are compared by what differs within the rounds.
+
+    "right order": of the pairs that can be told apart, at least three, most are predicted to be in their order, and
+    none the other way round. It says nothing about the sizes of the costs, nor about costs that are alike. "wrong
+    order": a pair is measured one way and predicted the other way, both beyond what chance does to any of the loop's
+    pairs in one check of twenty: of 42 pairs at two deviations each, some would be out of order although they cost
+    the same. Anything between is noisy.
     """
     loop = loops.LOOPS[name](machine)
     waits = tuple(loop.waits)
     without = {"base": (), "none": waits} | {f"-{wait}": (wait,) for wait in waits}
     without |= {f"+{wait}": tuple(other for other in waits if other != wait) for wait in waits}
-    runs = {key: lambda gone=gone: loop.step_ms(gone) for key, gone in without.items()}
+    runs: dict[str, Callable[[], Any]] = {key: partial(loop.step_ms, gone) for key, gone in without.items()}
+    runs["predict"] = partial(predict, loop, machine)
     for run in runs.values():
         run()  # pays what is paid once
     before = speeds(runs["base"])
-    found = [predict(loop, machine) for _ in range(3)]
-    times = timed_rounds(runs, seconds)
-    noise = unquiet(before, speeds(runs["base"]))
-    base = statistics.median(times["base"])
-    facts = {
+    times = rounds.in_rounds(runs, seconds)
+    changes = unquiet(before, speeds(runs["base"]))
+    found, base, count = times["predict"], statistics.median(times["base"]), len(times["base"])
+    facts: dict[str, Any] = {
         "base_ms": base,
-        "rounds": len(times["base"]),
-        "replay_error_percent": [one["error"] for one in found],
+        "rounds": count,
+        "replay_error_percent": statistics.median(one["error"] for one in found),
+        "largest_replay_error_percent": max((one["error"] for one in found), key=abs),
         "all_saves_predicted_ms": statistics.median(one["all"] for one in found),
-        "all_saves_measured_ms": base - statistics.median(times["none"]),
+        "all_saves_measured_ms": rounds.Median.of_differences(times["base"], times["none"]).value,
         "other_waits": found[-1]["elsewhere"],
+        "machine": changes,
     }
     rows = [{"loop": name, "wait": wait, "calls": found[-1]["calls"][wait]} for wait in waits]
-    wrong = []
+    limit = rounds.beyond_chance(2 * math.comb(len(waits), 2), count)
     for cost, longer, shorter in (("saves", "base", "-{}"), ("idle", "+{}", "none")):
-        predicted, measured, deviation = {}, {}, {}
+        predicted = {wait: [one[cost][wait] for one in found] for wait in waits}
+        measured = {}
         for wait, row in zip(waits, rows, strict=True):
             pairs = zip(times[longer.format(wait)], times[shorter.format(wait)], strict=True)
-            differences = [a - b for a, b in pairs]  # each within a round
-            predicted[wait] = statistics.median(one[cost][wait] for one in found)
-            measured[wait] = statistics.median(differences)
-            # That of a median, for a bell curve.
-            deviation[wait] = 1.25 * statistics.stdev(differences) / math.sqrt(len(differences))
-            row |= {f"{cost}_predicted_ms": predicted[wait], f"{cost}_measured_ms": measured[wait]}
-            row[f"{cost}_noise_ms"] = deviation[wait]
-        facts[cost] = agreement(predicted, measured, deviation, ALIKE * base)
-        wrong += [f"{name}, {cost}: {text}, against the prediction" for text in facts[cost]["out_of_order"]]
-    facts["conclusion"] = "none: the machine was not quiet" if noise else "wrong order" if wrong else "right order"
+            measured[wait] = [a - b for a, b in pairs]
+            middle = rounds.Median.of(measured[wait])
+            row |= {f"{cost}_predicted_ms": statistics.median(predicted[wait]), f"{cost}_measured_ms": middle.value}
+            row[f"{cost}_noise_ms"] = middle.deviation
+        facts[cost] = rounds.agreement(predicted, measured, ALIKE * base, limit)
+    noise = rounds.doubts([facts["saves"], facts["idle"]])
+    wrong = [] if noise else [f"{cost}: {text}" for cost in ("saves", "idle") for text in facts[cost]["certain"]]
+    facts["conclusion"] = f"none: {'; '.join(noise)}" if noise else "wrong order" if wrong else "right order"
     check.rows += rows
     check.facts[name] = facts
-    check.noise += [f"{name}: {reason}" for reason in noise]
-    check.failures += [] if noise else wrong
+    check.noise += [f"{name}: {reason}, in {count} rounds" for reason in noise]
+    check.failures += [f"{name}, {text}" for text in wrong]
 
 
 def draw(path: Path, machine: loops.Machine) -> None:
