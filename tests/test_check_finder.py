@@ -166,6 +166,11 @@ def test_a_mark_is_missed_if_most_runs_miss_it(
     assert c03.rows[0]["found"] == 27 - times
 
 
+def test_two_runs_are_too_few_to_miss_a_mark(check: ModuleType, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c03 = repeated(check, machine, monkeypatch, [[(11, "inside an op")], []])
+    assert c03.failures == ["c03_fill_with_tensor:11 inside an op was not found in 1 of 2 runs"]
+
+
 def test_each_row_without_a_mark_fails_once(check: ModuleType, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     marked = [(11, "inside an op")]
     rows = [marked + [(10, "explicit")] * (i in (3, 7)) + [(9, "explicit")] * (i == 3) for i in range(20)]

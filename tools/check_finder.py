@@ -59,6 +59,7 @@ from syncfree_ext.syncs import Row, SyncWarning, collect, no_sync, runner, sites
 BARS = {"detector": 0.02, "timer": 0.10}  # of a step that the GPU bounds
 STEPS = {"gpu_bound": 12, "host_bound": 40}  # timed at once
 QUIET = 0.05  # a larger change of the same work is noted
+LENIENT = 3  # from so many runs of a case on, a mark may be missed in half of them
 ALIKE = 0.02  # costs that differ by less than this part of the step have no order
 # Of the first step's loss, relative: the stock one may have bfloat16 logits, of 8 bits. A wrong loss is far off.
 LOSS = 1e-2
@@ -117,7 +118,7 @@ def check_case(name: str, seconds: float, machine: loops.Machine, check: Check) 
     """A case with 5 steps, and with 200 if it never waits; and again while there is time.
 
     On a shared machine the host may be so late that there is nothing to wait for. A wait is missed if it is so in more
-    than half of the runs. What is found and has no mark is wrong in any.
+    than half of the runs, or in any of less than three. What is found and has no mark is wrong in any.
     """
     path = sync_case.FOLDER / f"{name}.py"
     counts = [5, 200] if path in sync_case.FREE else [5]
@@ -146,7 +147,7 @@ def check_case(name: str, seconds: float, machine: loops.Machine, check: Check) 
     runs = sum(row["runs"] for row in rows)
     for (line, what), times in sorted(missing.items()):
         text = f"{name}:{line} {what} was not found in {times} of {runs} runs"
-        if 2 * times > runs:
+        if 2 * times > runs or runs < LENIENT:
             check.failures.append(text)
         else:
             check.facts[name].setdefault("missed_at_times", []).append(text)
@@ -179,7 +180,7 @@ def check_overhead(name: str, seconds: float, machine: loops.Machine, check: Che
     """How much longer a step takes with each tool; each round gives a ratio to its own plain step.
 
     A tool fails if the median is above its bar by more than two deviations, and passes if two more would not lift it
-    above. By chance one that costs just the bar does either in one check of 17 with five rounds, of 44 with many.
+    above. By chance one that costs just the bar does either in about one check of 20 with five rounds, of 40 with many.
     """
     runs = ways(loops.make_step(machine, name), STEPS[name], machine)
     for run in runs.values():

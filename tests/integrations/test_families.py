@@ -23,7 +23,7 @@ def test_loss_and_gradients(family: str, rng: torch.Generator) -> None:
     try:
         stock = [step(net, call) for call in calls]
     except AttributeError as error:  # in 5.17 it hands out no router logits, and its own loss of them fails
-        if family != "granitemoe":
+        if family != "granitemoe" or "'int' object" not in str(error):
             raise
         pytest.skip(f"granitemoe itself fails in transformers {version('transformers')}: {error}")
     apply_to(net)
