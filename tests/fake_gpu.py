@@ -49,6 +49,9 @@ class FakeGpu:
     def resolve(self, events: Sequence[float]) -> list[float]:
         return list(events)
 
+    def recording(self) -> float:
+        return 0.0
+
     def allocations(self) -> int:
         return self.allocated
 

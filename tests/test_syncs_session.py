@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from fake_gpu import Card, FakeGpu, fake_card
-from syncfree_ext.syncs import find_syncs, internals, no_sync, step
-from syncfree_ext.syncs.gpu import CudaGpu
+from syncfree_ext.syncs import collect, find_syncs, internals, no_sync, step
+from syncfree_ext.syncs.gpu import Anchor, CudaGpu
 from syncfree_ext.syncs.timer import Timer
 
 
@@ -210,6 +211,28 @@ def test_bad_options(options: dict[str, Any]) -> None:
         find_syncs(**options)
 
 
+def test_costs_know_what_the_timer_and_its_events_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(FakeGpu):
+        type = "cuda"
+
+        def recording(self) -> float:
+            return 7e-6
+
+    seen: list[dict[str, Any]] = []
+
+    def build(*arguments: Any) -> Any:
+        seen.append(inspect.signature(collect.build).bind(*arguments).arguments)
+        return collect.build(*arguments)
+
+    monkeypatch.setattr("syncfree_ext.syncs.session.own_time", lambda *_: 3e-6)
+    monkeypatch.setattr("syncfree_ext.syncs.session.build", build)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    gpu = Late()
+    with Card(gpu), find_syncs(warmup=1, steps=2, gpu=gpu):
+        train(4, optimizer())
+    assert [(call["own"], call["recording"]) for call in seen] == [(3e-6, 7e-6)]
+
+
 class Stamp:
     """An event of a simulated GPU clock, in seconds."""
 
@@ -222,18 +245,25 @@ class Stamp:
 
 
 @pytest.mark.parametrize("drift", [0.0, 5e-5, -5e-5])
-@pytest.mark.parametrize("late", [0.0, 2e-3])
-def test_a_late_calibration_bends_no_clock(monkeypatch: pytest.MonkeyPatch, drift: float, late: float) -> None:
-    """The clocks' drift is taken out. A calibration that others' work held up is no drift: times stay as long as the
-    GPU says, to the millionths that its clock may really be off."""
+@pytest.mark.parametrize("late", [0.0, 2e-3, -2e-3])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_late_calibration_bends_no_clock(
+    monkeypatch: pytest.MonkeyPatch, drift: float, late: float, which: int
+) -> None:
+    """The clocks' drift is taken out. A calibration that others' work held up is no drift: times are where the other
+    calibration and the GPU say, to the millionths that its clock may really be off."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     gpu = CudaGpu()
     rate = 1.0 + drift
-    gpu._anchors = [(100.0, Stamp(7.0)), (100.0 + 0.040 * rate + late, Stamp(7.040))]
-    begin, finish = gpu.resolve([Stamp(7.010), Stamp(7.030)])
+    hosts, events = [100.0, 100.0 + 0.040 * rate], [Stamp(7.0), Stamp(7.040)]
+    took = [20e-6, 20e-6]
+    hosts[which] += late
+    took[which] += 2 * abs(late)
+    gpu._anchors = list(map(Anchor, took, hosts, events))  # type: ignore[arg-type]
+    begin, finish = gpu.resolve([Stamp(7.010), Stamp(7.030)])  # type: ignore[list-item]
     allowed = 2e-4 if late else 1e-9
     assert finish - begin == pytest.approx(0.020 * rate, rel=2 * allowed)
-    assert begin == pytest.approx(100.0 + 0.010 * rate, abs=allowed)
+    assert begin == pytest.approx(100.0 + 0.010 * rate, abs=0.04 * 2 * allowed)
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from syncfree_ext.syncs.collect import Timed, ops_that_wait, resolve_events, wor
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
 from syncfree_ext.syncs.model import LAUNCH
 from syncfree_ext.syncs.sites import Frames
-from syncfree_ext.syncs.timer import Entry, Timer, own_time
+from syncfree_ext.syncs.timer import Entry, Timer, like_of, own_time
 
 HERE = Path(__file__).name
 
@@ -453,31 +454,58 @@ def test_a_loop_that_copies_beside_its_work() -> None:
 def test_starved_ops_take_the_gpu_as_long_as_calls_alike() -> None:
     """After a wait the GPU is starved, and an event tells only that an op took it no longer than the host.
 
-    An op that is not known from elsewhere is guessed: something short, and what its event came later than those of
-    others do.
+    An op that is not known from elsewhere was short if it was done when its event was in place. Otherwise it took what
+    came after the call's return, and a little.
     """
     like = ("op", 4, True)
     lagging = [Timed(i * 1e-5, (i + 1) * 1e-5, i * 1e-4, (i + 1) * 1e-4, None, like) for i in range(3, 6)]
     starved = Timed(1.0, 1.0 + 5e-4, 1.0, 1.0 + 5e-4, None, like)
     others = [
         Timed(2.0, 2.0 + call, 2.0, 2.0 + call + late, None, ("op", 5 + i, True))
-        for i, (call, late) in enumerate([(4e-5, 0.0), (4e-5, 6e-6), (2e-3, 6e-6), (1.2e-5, 6e-6)])
+        for i, (call, late) in enumerate([(1e-5, 0.0), (1e-5, 12e-6), (1e-5, 17e-6), (6e-6, 0.0)])
     ]
-    guesses = [4e-6, 1e-5, 1e-5, 9e-6]  # the last one: half of all
-    assert work_of([*lagging, starved, *others]) == pytest.approx([1e-4] * 4 + guesses)
-    # Events that all come 3 us late say nothing of what came before them.
-    later = [Timed(t.start, t.end, t.before, t.after + 3e-6, None, t.like) for t in others]
-    assert work_of(later) == pytest.approx([4e-6, 1e-5, 1e-5, 1e-5])
+    calls = [*lagging, starved, *others]  # 10 us each in the median
+    assert work_of(calls, recording=0.0) == pytest.approx([1e-4] * 4 + [4e-6, 15e-6, 2e-5, 3e-6])  # the last one: half
+    # An event that is in place late says nothing of what came before it.
+    assert work_of(calls, recording=10e-6) == pytest.approx([1e-4] * 4 + [4e-6, 4e-6, 2e-5, 3e-6])
+
+
+def test_calls_alike_are_guessed_alike() -> None:
+    """One event that came late by chance is outvoted."""
+    calls = [Timed(i, i + 1e-5, i, i + 1e-5 + late, None, ("op", 4, True)) for i, late in enumerate([0, 0, 15e-6])]
+    assert work_of(calls) == pytest.approx([4e-6] * 3)
 
 
 def test_work_that_outlasts_its_call_began_near_its_end() -> None:
-    """An idle GPU begins when it is handed something: not with the call, which may be slow."""
-    slow = Timed(0.0, 3e-4, 0.0, 5e-4, None, ("op", 1, True))
-    met = Timed(1.0, 1.0 + 3e-4, 1.0 + 2.9e-4, 1.0 + 5e-4, None, ("op", 2, True))  # other work until shortly before
-    like = [Timed(2.0, 2.0 + 1e-5, 2.0 + 1e-4, 2.0 + 4.5e-4, None, ("op", 3, True))]
+    """An idle GPU begins when it is handed something: not with the call, which may be slow. A call that always takes
+    many times as long as others hands over something all the time."""
+    others = [Timed(10.0 + i, 10.0 + i + 5e-5, 11.0 + i, 11.0 + i + 1e-5, None, ("op", 0, True)) for i in range(9)]
+    slow = Timed(0.0, 1e-4, 0.0, 3e-4, None, ("op", 1, True))
+    met = Timed(1.0, 1.0 + 1e-4, 1.0 + 9.9e-5, 1.0 + 3e-4, None, ("op", 2, True))  # other work until shortly before
+    known = Timed(2.0, 2.0 + 1e-5, 2.0 + 1e-4, 2.0 + 4.5e-4, None, ("op", 3, True))
     alike = Timed(3.0, 3.0 + 3e-4, 3.0, 3.0 + 5e-4, None, ("op", 3, True))
-    shorter = Timed(4.0, 4.0 + 1e-4, 4.0, 4.0 + 6e-4, None, ("op", 3, True))
-    assert work_of([slow, met, *like, alike, shorter]) == pytest.approx([2.05e-4, 2.05e-4, 3.5e-4, 3.5e-4, 5e-4])
+    longer = Timed(4.0, 4.0 + 1e-4, 4.0, 4.0 + 6e-4, None, ("op", 3, True))
+    always = [Timed(5.0 + i, 5.0 + i + 5e-3, 5.0 + i, 5.0 + i + 8e-3, None, ("op", 4, True)) for i in range(2)]
+    at_times = [
+        Timed(7.0 + i, 7.0 + i + call, 7.0 + i, 7.0 + i + call + 1e-4, None, ("op", 5, True))
+        for i, call in enumerate([5e-3, 5e-5])
+    ]
+    calls = [*others, slow, met, known, alike, longer, *always, *at_times]
+    expected = [2.08e-4, 2.01e-4, 3.5e-4, 3.5e-4, 5e-4, 7.8e-3, 7.8e-3, 1.08e-4, 1.08e-4]
+    assert work_of(calls) == pytest.approx([1e-5] * 9 + expected)
+
+
+def test_calls_alike_by_what_they_give_or_change() -> None:
+    """Lists of tensors have a size too: a model has several recurrent layers, and lists of parameters."""
+    x, y = torch.ones(3), torch.ones(5)
+    alike = [
+        like_of("lstm", (), (x, y)), like_of("lstm", (), (x, x)), like_of("add_", ([x, y],), None),
+        like_of("add_", ([x],), None), like_of("size", (x,), 3), like_of("nothing", (), None),
+    ]  # fmt: skip
+    assert alike == [
+        ("lstm", 10, False), ("lstm", 8, False), ("add_", 10, False), ("add_", 4, False), ("size", 4, False),
+        ("nothing", 0, False),
+    ]  # fmt: skip
 
 
 def test_captured_streams_are_left_alone() -> None:
@@ -597,9 +625,36 @@ def test_what_the_timer_takes_is_left_out_of_the_costs(ops: int) -> None:
     assert timed.idle_ms == pytest.approx(plain.idle_ms, rel=0.05, abs=0.01)
 
 
+def test_explicit_waits_say_what_the_timer_took() -> None:
+    gpu = Costly()
+    wait = explicit._wrapped(lambda: gpu.host(300e-6), "wait", Hint(Kind.EXPLICIT))
+    with find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            wait()
+            step()
+    assert [(row.op, row.calls, row.blocked_ms) for row in report.rows] == [("wait", 1.0, pytest.approx(0.3))]
+    assert report.own_ms == pytest.approx(0.07)  # an event before, and one after
+    assert report.replay_ms == pytest.approx(0.3)
+
+
+class Spinning(FakeGpu):
+    """A GPU whose events take a known time of the real host."""
+
+    spin = 50e-6
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def record(self) -> float:
+        end = time.perf_counter() + self.spin
+        while time.perf_counter() < end:
+            pass
+        return 0.0
+
+
 def test_the_timer_knows_what_it_takes_itself() -> None:
-    """Of the host, at an op; and it leaves nothing behind."""
-    gpu = FakeGpu()
-    own = own_time(gpu, Frames())
-    assert 1e-7 < own < 5e-3
+    """Of the host, at an op, beside what the entry says; and it leaves nothing behind."""
+    assert 1e-7 < own_time(FakeGpu(), Frames()) < 5e-3
+    own = min(own_time(Spinning(), Frames()) for _ in range(5))
+    assert 0 <= own < Spinning.spin / 2  # the event's time is the entry's
     assert internals.top_mode() is None

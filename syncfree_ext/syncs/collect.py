@@ -20,10 +20,14 @@ from .timer import Call, Entry, Like
 
 # A wait ends soon after the GPU has drained.
 _RETURN = 25e-6
-# An op's work reaches the GPU so long before the op returns.
-_HANDED_OVER = 5e-6
+# An op's work reaches the GPU so long before the op returns, or a third of its time if that is less.
+_HANDED_OVER = 8e-6
 # What an op takes the GPU if no more is known than that it did not take long.
 _SHORT = 4e-6
+# Events are in place within so many seconds of each other.
+_JITTER = 5e-6
+# A call that takes so many times what most take launches more than one kernel.
+_LONG = 4
 _MOST_BUSY_INTERVALS = 500
 # Of an op without a reason to wait: one call alone may be chance.
 _LEAST_WAITS = 2
@@ -58,11 +62,6 @@ class Timed:
     def upper(self) -> float:
         """The GPU's time for this, or more: the event after an op completes no earlier than it is recorded."""
         return max(0.0, self.after - max(self.before, self.start))
-
-    @property
-    def starved(self) -> bool:
-        """Whether the GPU was done before the host was, so that `upper` is only that."""
-        return self.after <= self.end + NOISE
 
 
 def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
@@ -126,31 +125,45 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
     return timed
 
 
-def work_of(timed: Sequence[Timed]) -> list[float]:
+def work_of(timed: Sequence[Timed], recording: float = 0.0) -> list[float]:
     """The GPU's time for each entry.
 
     It is measured where the GPU still had other work when the call returned. Otherwise the call's work began somewhere
-    in the call, and it is taken from calls alike that were measured. If there are none it is a guess: calls hand over
-    their work shortly before they return. Of a starved one, what its event came later than that says something only as
-    far as it is more than what the recording of an event takes, which the least late of them show.
+    in the call, and it is taken from calls alike that were measured. If there are none it is the median of what the
+    calls alike let guess: most hand over their work shortly before they return, and one that always takes many times as
+    long as most hands over a lot, all the time. If the GPU was done when the event was in place, it was not much.
+
+    Args:
+        timed: resolved entries.
+        recording: seconds from a call's return until its event is in place.
     """
-    known: dict[Like, list[float]] = {}
+    calls: dict[Like, list[Timed]] = {}
     for entry in timed:
-        if entry.like is not None and entry.before >= entry.end:
-            known.setdefault(entry.like, []).append(entry.upper)
-    usual = {like: statistics.median(times) for like, times in known.items()}
-    late = sorted(max(0.0, entry.after - entry.end) for entry in timed if entry.like is not None and entry.starved)
-    recording = late[len(late) // 20] if late else 0.0
+        if entry.like is not None:
+            calls.setdefault(entry.like, []).append(entry)
+    most = statistics.median([entry.end - entry.start for entry in timed if entry.like is not None] or [0.0])
+
+    handed_over = min(0.3 * most, _HANDED_OVER)
+
+    def guess(entry: Timed, handing_over: float) -> float:
+        rest = entry.after - entry.end
+        if rest <= recording + _JITTER:
+            return min(entry.upper / 2, _SHORT)
+        return min(entry.upper, rest + handing_over)
+
+    usual: dict[Like, float] = {}
+    for like, alike in calls.items():
+        times = [entry.upper for entry in alike if entry.before >= entry.end]
+        if not times:
+            handing_over = max(handed_over, min(entry.end - entry.start for entry in alike) - _LONG * most)
+            times = [guess(entry, handing_over) for entry in alike]
+        usual[like] = statistics.median(times)
 
     def work(entry: Timed) -> float:
         if entry.like is None or entry.before >= entry.end:
             return entry.upper
-        rest = max(0.0, entry.after - entry.end)
-        if entry.starved:
-            guess, least = min(entry.upper / 2, max(0.0, rest - recording) + _SHORT), 0.0
-        else:
-            guess, least = rest + _HANDED_OVER, rest
-        return min(entry.upper, max(least, usual.get(entry.like, guess)))
+        rest = entry.after - entry.end
+        return min(entry.upper, max(rest if rest > recording + NOISE else 0.0, usual[entry.like]))
 
     return [work(entry) for entry in timed]
 
@@ -219,13 +232,14 @@ def row_of(call: Call) -> Row:
     return row
 
 
-def _step(entry: Timed, work: float, **more: Any) -> Step:
+def _step(entry: Timed, work: float, lag: float = 0.0, **more: Any) -> Step:
     """An entry for the replays."""
     return Step(
         entry.start,
         entry.end,
         entry.before,
         work,
+        lag=lag,
         stream=entry.stream,
         engine=entry.engine,
         entered=entry.entered,
@@ -234,7 +248,14 @@ def _step(entry: Timed, work: float, **more: Any) -> Step:
     )
 
 
-def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank: int = 0, own: float = 0.0) -> Report:
+def build(
+    timed: Sequence[Timed],
+    boundaries: Sequence[float],
+    slow: float,
+    rank: int = 0,
+    own: float = 0.0,
+    recording: float = 0.0,
+) -> Report:
     """The report of measured steps.
 
     Args:
@@ -243,6 +264,7 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
         slow: seconds from which an op without a reason to wait is of interest.
         rank: of this process.
         own: seconds that the timer took at each entry besides what the entry itself says.
+        recording: seconds from an op's return until its event is in place.
 
     Raises:
         ValueError: fewer than two boundaries.
@@ -255,13 +277,14 @@ def build(timed: Sequence[Timed], boundaries: Sequence[float], slow: float, rank
     slow_ops: dict[tuple[str, str], Slow] = {}
     steps: list[Step | Link] = []
     waiting = ops_that_wait(timed, slow)
-    for entry, work in zip(timed, work_of(timed), strict=True):
+    for entry, work in zip(timed, work_of(timed, recording), strict=True):
         if entry.link is not None:
             steps.append(Link(entry.start, entry.stream, *entry.link))
             continue
         verdict = judge(entry, slow, waiting)
         if verdict is not Verdict.WAIT or entry.call is None:
-            steps.append(_step(entry, work))
+            # If the GPU was idle, its work began when it is over if it takes so long.
+            steps.append(_step(entry, work, min(max(0.0, entry.after - work - entry.start), entry.end - entry.start)))
             if verdict is Verdict.SLOW and entry.call is not None:
                 _add_slow(slow_ops, entry.call, entry.end - entry.start, count)
             continue

@@ -10,9 +10,10 @@ takes out the drift, of which there is little: what is more than that is the cal
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +43,9 @@ class Gpu(Protocol):
     def resolve(self, events: Sequence[Any]) -> list[float]:
         """When each event completed. All must have."""
 
+    def recording(self) -> float:
+        """Seconds from when an event is asked for until an idle GPU has it in place."""
+
     def allocations(self) -> int:
         """A number that grows whenever the allocator goes to the driver."""
 
@@ -57,6 +61,14 @@ _MAX_DRIFT = 2e-4
 _record = torch.cuda.Event.record
 
 
+class Anchor(NamedTuple):
+    """A moment on both clocks: an event, and the middle of the round in which it was recorded and found complete."""
+
+    took: float
+    host: float
+    event: torch.cuda.Event
+
+
 class CudaGpu:
     """The current CUDA device of this process."""
 
@@ -65,7 +77,8 @@ class CudaGpu:
     def __init__(self) -> None:
         self.now = time.perf_counter
         self.capturing = torch.cuda.is_current_stream_capturing
-        self._anchors: list[tuple[float, torch.cuda.Event]] = []
+        self._anchors: list[Anchor] = []
+        self._took: list[float] = []
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
@@ -90,23 +103,34 @@ class CudaGpu:
     def calibrate(self) -> None:
         """Waits for the GPU and ties its clock to the host's."""
         torch.cuda.synchronize()
-        best = (math.inf, 0.0, self.record())
+        rounds = []
         for _ in range(16):
             start = self.now()
             event = self.record()
             while not event.query():
                 pass
             end = self.now()
-            if end - start < best[0]:
-                best = (end - start, (start + end) / 2, event)
-        self._anchors.append(best[1:])
+            rounds.append(Anchor(end - start, (start + end) / 2, event))
+        self._anchors.append(min(rounds, key=lambda anchor: anchor.took))
+        self._took += [anchor.took for anchor in rounds]
 
     def resolve(self, events: Sequence[torch.cuda.Event]) -> list[float]:
         """When each event completed, between the first and the last calibration."""
-        (host, anchor), (last_host, last) = self._anchors[0], self._anchors[-1]
-        span = anchor.elapsed_time(last) * 1e-3 if last is not anchor else 0.0
-        rate = min(max((last_host - host) / span, 1.0 - _MAX_DRIFT), 1.0 + _MAX_DRIFT) if span > 0 else 1.0
-        return [host + anchor.elapsed_time(event) * 1e-3 * rate for event in events]
+        first, last = self._anchors[0], self._anchors[-1]
+
+        def since_first(event: torch.cuda.Event) -> float:
+            return first.event.elapsed_time(event) * 1e-3
+
+        span = since_first(last.event)
+        rate = min(max((last.host - first.host) / span, 1 - _MAX_DRIFT), 1 + _MAX_DRIFT) if span > 0 else 1.0
+        # If the line has to be steeper or flatter than between the two, it goes through the better one.
+        through = min(first, last, key=lambda anchor: anchor.took)
+        origin = through.host - since_first(through.event) * rate
+        return [origin + since_first(event) * rate for event in events]
+
+    def recording(self) -> float:
+        """Seconds from when an event is asked for until an idle GPU has it in place: half a round, as everywhere."""
+        return statistics.median(self._took) / 2 if self._took else 0.0
 
     def allocations(self) -> int:
         """Calls of cudaMalloc and cudaFree, and retries after a failed one."""

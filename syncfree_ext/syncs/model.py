@@ -3,7 +3,7 @@
 The host issues ops in order; each takes host time and hands a stream some work. A stream does its work in order and
 idles when it runs out. So with h the host's time and g the time when a stream has done all it was given,
 
-    op:           g = max(g, h) + work;   h = h + duration
+    op:           g = max(g, h + lag) + work;   h = h + duration   (lag: until the work was handed over)
     kept wait:    h = max(h, g) + rest    (rest: what the call takes beyond the stream's backlog)
     removed wait: h = h + a few microseconds
 
@@ -61,6 +61,7 @@ class Step:
     target: tuple[str, int] | None = None  # of waits, if not the stream: ("stream", n), ("event", n) or ("all", 0)
     entered: float | None = None  # measuring began before the start, and went on
     left: float | None = None  # until after the end
+    lag: float = 0.0  # of ops: from the start until the work was handed over
 
     @property
     def came_early(self) -> float:
@@ -85,7 +86,7 @@ class Step:
     @property
     def begin(self) -> float:
         """The GPU began with this."""
-        return max(self.before, self.start)
+        return max(self.before, self.start + self.lag)
 
     @property
     def after(self) -> float:
@@ -112,9 +113,9 @@ class _Run:
     work: float = 0.0
     path: float = float("-inf")
 
-    def launch(self, work: float) -> None:
-        """Hands the stream work at the host's present place."""
-        self.path = max(self.path, self.host) + work
+    def launch(self, work: float, lag: float = 0.0) -> None:
+        """Hands the stream work, so long after the host's present place."""
+        self.path = max(self.path, self.host + lag) + work
         self.work += work
 
 
@@ -193,7 +194,7 @@ class Queue:
                     run = _Run(step.stream)
                     self._items.append(run)
                 run.host += gap
-                run.launch(step.work)
+                run.launch(step.work, step.lag)
                 run.host += step.duration
             elif step.row is None and step.engine is not None:
                 self._items.append(_Copy(gap, step))
@@ -243,7 +244,7 @@ class Queue:
             elif isinstance(item, _Copy):
                 host += item.gap
                 stream, engine = item.step.stream, engines[item.step.engine]
-                start = max(gpu.get(stream, 0.0), host, engine.free(item.step.after))
+                start = max(gpu.get(stream, 0.0), host + item.step.lag, engine.free(item.step.after))
                 gpu[stream] = start + item.step.work
                 engine.add(item.step.after, gpu[stream])
                 host += item.step.duration

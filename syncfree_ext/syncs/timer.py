@@ -36,8 +36,10 @@ from .sites import Frames, Mark, Stack
 
 SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no interest
 
-# The op, the size of its result and whether that is on the GPU: calls alike in this take the GPU, and wait, alike.
+# The op, the size of its results and whether they are on the GPU: calls alike in this take the GPU, and wait, alike.
 Like = tuple[Any, int, bool]
+# Of a list of tensors, which may be a model's parameters, so many count.
+_COUNTED = 8
 
 _UNSEEN: Any = object()
 
@@ -107,6 +109,14 @@ def engine_of(func: Any, args: Sequence[Any], out: Any, device: str) -> str | No
     source = args[1] if func is _aten.copy_.default else args[0]
     comes, goes = (isinstance(t, Tensor) and t.device.type == device for t in (source, out))
     return None if comes == goes else "to host" if comes else "to device"
+
+
+def like_of(func: Any, args: Sequence[Any], out: Any) -> Like:
+    """Of an op whose result is no tensor: by the tensors that it gives, or that it was given to change."""
+    group = out if isinstance(out, (tuple, list)) and out else args[0] if args else ()
+    group = group if isinstance(group, (tuple, list)) else (group,)
+    tensors = [t for t in group[:_COUNTED] if isinstance(t, Tensor)]
+    return func, sum(t.numel() for t in tensors) + len(group), any(t.is_cuda for t in tensors)
 
 
 def _target_of(name: str, subject: Any) -> tuple[str, Any] | None:
@@ -195,7 +205,7 @@ class Timer(internals.DispatchMode):
         call = None
         if hint is not None or end - start >= self.slow:
             call = self._describe(func, hint, thread)
-        like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else (func, 0, False)
+        like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else like_of(func, args, out)
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
         engine = "to host" if reads else engine_of(func, args, out, gpu.type)
         entry = Entry(start, end, before, after, call, like, gpu.stream(), engine, entered=entered)
