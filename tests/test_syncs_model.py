@@ -125,6 +125,20 @@ def test_work_that_no_op_launched_counts() -> None:
     assert queue.replay(removed=None) == pytest.approx(5.03e-3, abs=2 * NOISE)
 
 
+@pytest.mark.parametrize("engine", [None, "to device"])
+def test_work_begins_when_it_is_handed_over(engine: str | None) -> None:
+    """Near the end of a slow call, and the wait behind it ends when it ended."""
+    steps = [
+        Step(0.0, 3e-4, 0.0, 1e-3, engine=engine, lag=2.9e-4),
+        Step(3e-4, 1.31e-3, 1.29e-3, 0.0, row=0),
+        Step(1.32e-3, 1.33e-3, 1.31e-3, 1e-5),
+    ]
+    assert steps[0].after == pytest.approx(1.29e-3)
+    queue = Queue(steps, 1.33e-3)
+    assert queue.replay(removed=()) == pytest.approx(1.33e-3, abs=1e-9)
+    assert queue.replay(removed=(0,)) == pytest.approx(1.30e-3, abs=1e-9)
+
+
 def test_nothing_at_all() -> None:
     queue = Queue([], 0.0)
     assert queue.replay() == queue.replay(removed=None) == 0.0
