@@ -119,7 +119,7 @@ class CudaGpu:
         first, last = self._anchors[0], self._anchors[-1]
 
         def since_first(event: torch.cuda.Event) -> float:
-            return first.event.elapsed_time(event) * 1e-3
+            return float(first.event.elapsed_time(event)) * 1e-3
 
         span = since_first(last.event)
         rate = min(max((last.host - first.host) / span, 1 - _MAX_DRIFT), 1 + _MAX_DRIFT) if span > 0 else 1.0
