@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
 from typing import Any
 
@@ -256,14 +257,48 @@ def test_a_late_calibration_bends_no_clock(
     gpu = CudaGpu()
     rate = 1.0 + drift
     hosts, events = [100.0, 100.0 + 0.040 * rate], [Stamp(7.0), Stamp(7.040)]
-    took = [20e-6, 20e-6]
+    within = [5e-6, 5e-6]
     hosts[which] += late
-    took[which] += 2 * abs(late)
-    gpu._anchors = list(map(Anchor, took, hosts, events))  # type: ignore[arg-type]
+    within[which] += 2 * abs(late)
+    gpu._anchors = list(map(Anchor, within, hosts, events))  # type: ignore[arg-type]
     begin, finish = gpu.resolve([Stamp(7.010), Stamp(7.030)])  # type: ignore[list-item]
     allowed = 2e-4 if late else 1e-9
     assert finish - begin == pytest.approx(0.020 * rate, rel=2 * allowed)
     assert begin == pytest.approx(100.0 + 0.010 * rate, abs=0.04 * 2 * allowed)
+
+
+@pytest.mark.parametrize(("turn", "held_up"), [(0.0, 5e-3), (8e-6, 5e-3), (1.5e-3, 1e-4)])
+def test_a_calibration_beside_others_is_as_exact(
+    monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, turn: float, held_up: float
+) -> None:
+    """Each event has to wait for the GPU's turn, and the host is held up now and then."""
+    host = 100.0
+    draw = random.Random(int(torch.randint(2**31, (), generator=rng)))
+
+    def passes(seconds: float) -> float:
+        nonlocal host
+        host += seconds + (2e-3 if draw.random() < held_up else 0.0)
+        return host
+
+    class Event(Stamp):
+        def query(self) -> bool:
+            asked = passes(1e-6)
+            passes(1e-6)
+            return asked >= self.seconds
+
+    def record() -> Event:
+        passes(3e-6)
+        return Event(passes(3e-6) + turn * (0.5 + draw.random()))
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    gpu = CudaGpu()
+    gpu.now = lambda: passes(0.1e-6)
+    gpu.record = record  # type: ignore[assignment]
+    gpu.calibrate()
+    (anchor,) = gpu._anchors
+    assert anchor.host == pytest.approx(anchor.event.seconds, abs=6e-6)  # type: ignore[attr-defined]
+    assert gpu.recording() == pytest.approx(5e-6 + turn, rel=0.5)
 
 
 @pytest.mark.cuda

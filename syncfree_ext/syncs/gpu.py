@@ -2,9 +2,10 @@
 
 An event is recorded into the current stream and completes when all work before it has. Where it completed is read
 later, when the measured steps are over, so that recording is all that happens in a step. Two calibrations, one before
-and one after the measured steps, tie the GPU's clock to the host's: each takes the fastest of several empty
-record-and-poll rounds, which is right to a few microseconds where nobody else uses the GPU, and the line between them
-takes out the drift, of which there is little: what is more than that is the calibrations' own error.
+and one after the measured steps, tie the GPU's clock to the host's: each records some events and polls until they have
+completed, and takes the one whose completion was seen within the shortest time, a few microseconds, even where the
+event had to wait for another user of the GPU. The line between the two takes out the drift, of which there is little:
+what is more than that is the calibrations' own error.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Gpu(Protocol):
         """Queues work that keeps the GPU busy for about that long."""
 
 
-# Two clocks of one machine drift apart by less than 200 millionths. Where others share the GPU a calibration may be
-# late by one of their turns, a millisecond or so, which over a short span would look like a drift of percents.
+# Two clocks of one machine drift apart by less than 200 millionths. A calibration that the machine held up in the wrong
+# moment would look like a drift of percents over a short span.
 _MAX_DRIFT = 2e-4
 
 # While the timer listens, events that the script records are seen (explicit.py). These are its own.
@@ -62,9 +63,9 @@ _record = torch.cuda.Event.record
 
 
 class Anchor(NamedTuple):
-    """A moment on both clocks: an event, and the middle of the round in which it was recorded and found complete."""
+    """A moment on both clocks: an event that completed so many seconds around a time of the host's."""
 
-    took: float
+    within: float
     host: float
     event: torch.cuda.Event
 
@@ -78,7 +79,7 @@ class CudaGpu:
         self.now = time.perf_counter
         self.capturing = torch.cuda.is_current_stream_capturing
         self._anchors: list[Anchor] = []
-        self._took: list[float] = []
+        self._recordings: list[float] = []
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
@@ -105,14 +106,15 @@ class CudaGpu:
         torch.cuda.synchronize()
         rounds = []
         for _ in range(16):
-            start = self.now()
+            start = earliest = self.now()
             event = self.record()
+            asked = self.now()
             while not event.query():
-                pass
+                earliest, asked = asked, self.now()
             end = self.now()
-            rounds.append(Anchor(end - start, (start + end) / 2, event))
-        self._anchors.append(min(rounds, key=lambda anchor: anchor.took))
-        self._took += [anchor.took for anchor in rounds]
+            rounds.append(Anchor(end - earliest, (earliest + end) / 2, event))
+            self._recordings.append(rounds[-1].host - start)
+        self._anchors.append(min(rounds, key=lambda anchor: anchor.within))
 
     def resolve(self, events: Sequence[torch.cuda.Event]) -> list[float]:
         """When each event completed, between the first and the last calibration."""
@@ -124,13 +126,13 @@ class CudaGpu:
         span = since_first(last.event)
         rate = min(max((last.host - first.host) / span, 1 - _MAX_DRIFT), 1 + _MAX_DRIFT) if span > 0 else 1.0
         # If the line has to be steeper or flatter than between the two, it goes through the better one.
-        through = min(first, last, key=lambda anchor: anchor.took)
+        through = min(first, last, key=lambda anchor: anchor.within)
         origin = through.host - since_first(through.event) * rate
         return [origin + since_first(event) * rate for event in events]
 
     def recording(self) -> float:
-        """Seconds from when an event is asked for until an idle GPU has it in place: half a round, as everywhere."""
-        return statistics.median(self._took) / 2 if self._took else 0.0
+        """Seconds from when an event is asked for until an idle GPU has it in place."""
+        return statistics.median(self._recordings) if self._recordings else 0.0
 
     def allocations(self) -> int:
         """Calls of cudaMalloc and cudaFree, and retries after a failed one."""
