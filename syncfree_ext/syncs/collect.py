@@ -142,7 +142,6 @@ def work_of(timed: Sequence[Timed], recording: float = 0.0) -> list[float]:
         if entry.like is not None:
             calls.setdefault(entry.like, []).append(entry)
     most = statistics.median([entry.end - entry.start for entry in timed if entry.like is not None] or [0.0])
-
     handed_over = min(0.3 * most, _HANDED_OVER)
 
     def guess(entry: Timed, handing_over: float) -> float:
