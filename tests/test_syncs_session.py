@@ -297,8 +297,9 @@ def test_a_calibration_beside_others_is_as_exact(
     gpu.record = record  # type: ignore[assignment]
     gpu.calibrate()
     (anchor,) = gpu._anchors
+    # Between two queries, or recording and a query, lie 9 us at most if nothing holds the host up.
     assert anchor.host == pytest.approx(anchor.event.seconds, abs=6e-6)  # type: ignore[attr-defined]
-    assert gpu.recording() == pytest.approx(5e-6 + turn, rel=0.5)
+    assert gpu.recording() == (50e-6 if turn > 1e-3 else pytest.approx(5e-6 + turn, rel=0.5))
 
 
 @pytest.mark.cuda

@@ -160,6 +160,7 @@ def test_costs_are_those_without_measuring(program: Callable[[SlowHost], None], 
     plain = replace(machine, own=0.0)
     base = play(program, plain).step_ms
     free = play(program, plain, (0, 1, 2)).step_ms
+    # Nothing here is random. The largest error is 3.9 %, where work is handed over earlier than it is taken to be.
     near = {"abs": 0.05 * base}
     assert report.model_error == pytest.approx(0, abs=5e-3)
     assert report.replay_ms == pytest.approx(base, **near)

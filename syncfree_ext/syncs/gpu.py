@@ -57,13 +57,15 @@ class Gpu(Protocol):
 # Two clocks of one machine drift apart by less than 200 millionths. A calibration that the machine held up in the wrong
 # moment would look like a drift of percents over a short span.
 _MAX_DRIFT = 2e-4
+# An event that takes longer to be in place has waited for the turn of its process, and not for an idle GPU.
+_MAX_RECORDING = 50e-6
 
 # While the timer listens, events that the script records are seen (explicit.py). These are its own.
 _record = torch.cuda.Event.record
 
 
 class Anchor(NamedTuple):
-    """A moment on both clocks: an event that completed so many seconds around a time of the host's."""
+    """A moment on both clocks: an event, and the middle of so many seconds of the host's within which it completed."""
 
     within: float
     host: float
@@ -132,7 +134,7 @@ class CudaGpu:
 
     def recording(self) -> float:
         """Seconds from when an event is asked for until an idle GPU has it in place."""
-        return statistics.median(self._recordings) if self._recordings else 0.0
+        return min(statistics.median(self._recordings), _MAX_RECORDING) if self._recordings else 0.0
 
     def allocations(self) -> int:
         """Calls of cudaMalloc and cudaFree, and retries after a failed one."""
