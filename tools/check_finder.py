@@ -57,7 +57,7 @@ import syncfree_ext  # noqa: E402
 from syncfree_ext.syncs import Row, SyncWarning, collect, no_sync, runner, sites, table  # noqa: E402
 
 BARS = {"detector": 0.02, "timer": 0.10}  # of a step that the GPU bounds
-STEPS = {"gpu_bound": 12, "host_bound": 40}  # timed at once
+STEPS = {"gpu_bound": 12, "host_bound": 16}  # timed at once
 QUIET = 0.05  # a larger change of the same work is noted
 LENIENT = 3  # from so many runs of a case on, a mark may be missed in half of them
 ALIKE = 0.02  # costs that differ by less than this part of the step have no order

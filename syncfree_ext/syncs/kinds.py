@@ -68,6 +68,8 @@ _DETAIL_ADVICE: Mapping[str, str] = {
     "pinned, but blocking": "The memory is pinned already: pass non_blocking=True.",
     "device to pageable memory": "Copy into pinned memory with non_blocking=True and read it after an event, a step "
     "later; AsyncScalars does that for scalars.",
+    "number to device": "x[index] = number copies the number to the device, and waits: index_fill_, masked_fill_ and "
+    "x[a:b] = number do not.",
     "pinned allocation": "Pinned memory is slow to allocate and may stall the GPU: allocate it once, before the loop.",
     "empty_cache": "empty_cache waits for the GPU and returns memory that the next step allocates again: drop it.",
 }
@@ -138,18 +140,22 @@ def _lift_fresh(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> 
     return Hint(Kind.COPY, "pageable memory to device") if on_device(args, device) else None
 
 
+def _is_mask(index: Any, device: str) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.device.type == device
+
+
 def _index(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Hint | None:
-    for index in args[1]:
-        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.device.type == device:
-            return Hint(Kind.SHAPE, "index by a mask")
-    return None
+    return Hint(Kind.SHAPE, "index by a mask") if any(_is_mask(index, device) for index in args[1]) else None
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Hint | None:
-    value = args[2]
-    if value.numel() == 1 and value.device.type == "cpu":
-        return None  # becomes masked_fill, which needs no count
-    return _index(args, kwargs, device)
+    target, indices, value = args[:3]
+    accumulate = bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
+    from_host = target.device.type == device and value.numel() == 1 and value.device.type == "cpu"
+    used = [index for index in indices if isinstance(index, Tensor)]
+    if from_host and not accumulate and len(used) == 1 and _is_mask(used[0], device):
+        return None  # becomes masked_fill, which needs no count and takes the number as an argument
+    return _index(args, kwargs, device) or (Hint(Kind.COPY, "number to device") if from_host else None)
 
 
 def _repeat_interleave(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Hint | None:

@@ -20,5 +20,5 @@ for _ in steps(220 if cuda else 8):
     target.topk(8)
     target.sort()
     target.cumsum(0)
-    target[torch.arange(8, device=device)] = 0.0
+    target.index_fill_(0, torch.arange(8, device=device), 0.0)
     back.copy_(target, non_blocking=True)
