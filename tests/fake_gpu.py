@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 HOST = 10e-6  # of an op
 READ = 15e-6  # of a wait, beyond the queue
+PINNED = 50e9  # bytes a second
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::equal", "aten::masked_select"}
 
@@ -51,6 +52,9 @@ class FakeGpu:
 
     def recording(self) -> float:
         return 0.0
+
+    def pinned(self, engine: str, size: int) -> float:
+        return size / PINNED
 
     def allocations(self) -> int:
         return self.allocated

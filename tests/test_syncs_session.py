@@ -339,6 +339,23 @@ def test_events_go_to_the_current_stream() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
+@pytest.mark.parametrize("engine", ["to host", "to device"])
+def test_pinned_copies_take_what_is_said(engine: str) -> None:
+    """A copy of another size than the one that was measured, with pinned memory."""
+    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    source, target = (device, host) if engine == "to host" else (host, device)
+    gpu = CudaGpu()
+    start = gpu.record()
+    target.copy_(source, non_blocking=True)
+    end = gpu.record()
+    torch.cuda.synchronize()
+    # A launch is a part of both, and of the smaller one a larger part.
+    assert gpu.pinned(engine, host.nbytes) == pytest.approx(start.elapsed_time(end) * 1e-3, rel=0.3)
+
+
+@pytest.mark.cuda
 def test_allocations_are_counted() -> None:
     gpu = CudaGpu()
     kept = torch.empty(1, device="cuda")

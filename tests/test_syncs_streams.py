@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from fake_gpu import HOST, READ, FakeGpu
+from fake_gpu import HOST, PINNED, READ, FakeGpu
 from syncfree_ext.syncs import Report
 from syncfree_ext.syncs.collect import build, resolve_events
 from syncfree_ext.syncs.kinds import Counts, Kind
@@ -22,6 +22,7 @@ from syncfree_ext.syncs.timer import SLOW, Call, Entry
 STEPS = 6
 PYTHON = 5e-6  # before each op
 TINY = 1e-6  # the copy of a number
+PAGEABLE = 6e9  # bytes a second of a copy from ordinary memory
 
 
 class Streams:
@@ -66,6 +67,18 @@ class Streams:
     def read(self, row: int, stream: int = 0) -> None:
         ready = max(self.host, self.done.get(stream, 0.0))
         self._wait(row, self._free("to host", ready, TINY), stream, engine="to host")
+
+    def load(self, row: int, size: int, stream: int = 0) -> None:
+        """A copy from ordinary memory, which the host helps with; from pinned memory if the wait is gone."""
+        start = self.host
+        before = max(start, self.done.get(stream, 0.0))
+        self.host = start + LAUNCH if row in self.gone else before + size / PAGEABLE
+        self.done[stream] = before + size / PINNED if row in self.gone else self.host
+        call = Call(
+            f"row{row}", Kind.COPY, "pageable memory to device", Counts.ALWAYS, Stack(None, None, None, False, False)
+        )
+        done = self.done[stream]
+        self.entries.append(Entry(start, self.host, before, done, call, stream=stream, engine="to device", copied=size))
 
     def synchronize(self, row: int, kind: str, what: int = 0) -> None:
         until = self.events.get(what, 0.0) if kind == "event" else self.done.get(what, 0.0)
@@ -195,8 +208,26 @@ def two_at_work(run: Streams) -> None:
     run.read(1)
 
 
+def loading(run: Streams) -> None:
+    """A large batch from ordinary memory, and a number that is read."""
+    run.load(0, 40_000_000)
+    for _ in range(300):
+        run.op(30e-6)
+    run.read(1)
+
+
+def loading_ahead(run: Streams) -> None:
+    """Nothing but the copy waits: the GPU does what the host has queued before, and then stands still."""
+    for _ in range(200):
+        run.op(60e-6)
+    run.load(0, 20_000_000)
+    for _ in range(50):
+        run.op(20e-6)
+
+
 PROGRAMS = [
-    offloading, synchronizing, synchronizing_all, beside_work, overtaken, overtaking_read, prefetching, two_at_work
+    loading, loading_ahead, offloading, synchronizing, synchronizing_all, beside_work, overtaken, overtaking_read,
+    prefetching, two_at_work,
 ]  # fmt: skip
 
 
@@ -209,7 +240,8 @@ def play(program: Program, gone: Sequence[int] = ()) -> Streams:
 
 def reported(run: Streams) -> Report:
     ends = [run.entries[0].start + i * (run.host - run.entries[0].start) / STEPS for i in range(STEPS + 1)]
-    return build(resolve_events(run.entries, FakeGpu()), ends, SLOW)
+    gpu = FakeGpu()
+    return build(resolve_events(run.entries, gpu), ends, SLOW, pinned=gpu.pinned)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -6,7 +6,7 @@ import bisect
 import enum
 import statistics
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -57,6 +57,7 @@ class Timed:
     target: tuple[str, int] | None = None
     entered: float | None = None
     left: float | None = None
+    copied: int = 0
 
     @property
     def upper(self) -> float:
@@ -120,6 +121,7 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
                 target,
                 entry.entered,
                 entry.left,
+                entry.copied,
             )
         )
     return timed
@@ -254,6 +256,7 @@ def build(
     rank: int = 0,
     own: float = 0.0,
     recording: float = 0.0,
+    pinned: Callable[[str, int], float | None] = lambda engine, size: None,
 ) -> Report:
     """The report of measured steps.
 
@@ -264,6 +267,8 @@ def build(
         rank: of this process.
         own: seconds that the timer took at each entry besides what the entry itself says.
         recording: seconds from an op's return until its event is in place.
+        pinned: seconds that an engine takes for a copy of so many bytes from or to pinned memory; None if that is not
+            known.
 
     Raises:
         ValueError: fewer than two boundaries.
@@ -299,6 +304,7 @@ def build(
             row=index,
             drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
             keeps_work=row.kind in (Kind.COPY, Kind.SHAPE),
+            instead=pinned(entry.engine, entry.copied) if entry.copied and entry.engine is not None else None,
             target=entry.target,
         )
         steps.append(step)

@@ -47,6 +47,12 @@ class Gpu(Protocol):
     def recording(self) -> float:
         """Seconds from when an event is asked for until an idle GPU has it in place."""
 
+    def pinned(self, engine: str, size: int) -> float | None:
+        """Seconds for a copy "to host" or "to device" of so many bytes of pinned memory; None if that is not known.
+
+        Measures when it is called first, and waits for the GPU.
+        """
+
     def allocations(self) -> int:
         """A number that grows whenever the allocator goes to the driver."""
 
@@ -59,6 +65,9 @@ class Gpu(Protocol):
 _MAX_DRIFT = 2e-4
 # An event that takes longer to be in place has waited for the turn of its process, and not for an idle GPU.
 _MAX_RECORDING = 50e-6
+
+# Of a copy that tells how fast copies are: 0.2 ms, of which the launch is a small part.
+_COPIED = 1 << 23
 
 # While the timer listens, events that the script records are seen (explicit.py). These are its own.
 _record = torch.cuda.Event.record
@@ -84,6 +93,7 @@ class CudaGpu:
         self._recordings: list[float] = []
         self._streams: dict[Any, torch.cuda.Stream] = {}
         self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self._rates: dict[str, float | None] = {}
 
     def record(self) -> torch.cuda.Event:
         """An event with a time stamp, in the current stream."""
@@ -135,6 +145,29 @@ class CudaGpu:
     def recording(self) -> float:
         """Seconds from when an event is asked for until an idle GPU has it in place."""
         return min(statistics.median(self._recordings), _MAX_RECORDING) if self._recordings else 0.0
+
+    def pinned(self, engine: str, size: int) -> float | None:
+        """Seconds for a copy "to host" or "to device" of so many bytes of pinned memory; None if that is not known."""
+        if engine not in self._rates:
+            try:
+                self._rates[engine] = self._rate(engine)
+            except RuntimeError:  # out of memory, of the GPU or of the host
+                self._rates[engine] = None
+        rate = self._rates[engine]
+        return None if rate is None else size / rate
+
+    def _rate(self, engine: str) -> float:
+        """Bytes a second; the best of a few copies."""
+        host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+        source, target = (host, device) if engine == "to device" else (device, host)
+        times = []
+        for _ in range(4):
+            start = self.record()
+            target.copy_(source, non_blocking=True)
+            times.append((start, self.record()))
+        torch.cuda.synchronize()
+        return _COPIED / max(1e-3 * min(float(start.elapsed_time(end)) for start, end in times), 1e-9)
 
     def allocations(self) -> int:
         """Calls of cudaMalloc and cudaFree, and retries after a failed one."""

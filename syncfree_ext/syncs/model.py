@@ -5,7 +5,7 @@ idles when it runs out. So with h the host's time and g the time when a stream h
 
     op:           g = max(g, h + lag) + work;   h = h + duration   (lag: until the work was handed over)
     kept wait:    h = max(h, g) + rest    (rest: what the call takes beyond the stream's backlog)
-    removed wait: h = h + a few microseconds
+    removed wait: h = h + a few microseconds;  g = max(g, h) + what takes its place: a copy, from pinned memory
 
 Streams wait for each other by events: recorded, e = max(g, h) of one; waited for, g = max(g, e) of the other. A copy
 between host and GPU needs its engine as well, one for each direction, which does one copy after another, whichever is
@@ -46,7 +46,8 @@ class Step:
 
     `row` is None for an op. `drains` says whether the host waits for the GPU's backlog (an allocation takes time
     without doing so). `keeps_work` says whether the GPU's own work in a wait stays when the wait goes: that of a copy
-    and of a nonzero does, a scalar read has none.
+    and of a nonzero does, a scalar read has none. `instead` is what it takes then, if that is less: a copy from pinned
+    memory is several times as fast as one from ordinary memory.
     """
 
     start: float
@@ -61,6 +62,7 @@ class Step:
     target: tuple[str, int] | None = None  # of waits, if not the stream: ("stream", n), ("event", n) or ("all", 0)
     entered: float | None = None  # measuring began before the start, and went on
     left: float | None = None  # until after the end
+    instead: float | None = None
     lag: float = 0.0  # of ops: from the start until the work was handed over
 
     @property
@@ -72,6 +74,13 @@ class Step:
     def went_late(self) -> float:
         """Host time that measuring took after the end."""
         return 0.0 if self.left is None else max(0.0, self.left - self.end)
+
+    @property
+    def stays(self) -> float:
+        """The GPU's time for what takes the place of a wait."""
+        if not self.keeps_work:
+            return 0.0
+        return self.work if self.instead is None else min(self.work, self.instead)
 
     @property
     def duration(self) -> float:
@@ -267,7 +276,7 @@ class Queue:
         own = gpu.get(wait.stream, 0.0)
         gone = wait.row not in only if only is not None else removed is None or wait.row in removed
         if gone:
-            gpu[wait.stream] = max(own, host) + (min(rest, wait.work) if wait.keeps_work else 0.0)
+            gpu[wait.stream] = max(own, host) + min(rest, wait.stays)
             return host + min(rest, LAUNCH)
         if not wait.drains:
             return host + rest

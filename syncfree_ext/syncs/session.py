@@ -223,7 +223,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             entries = [entry for entry in self._timer.entries if entry.start < self._ends[-1]]
             timed = resolve_events(entries, self._gpu)
             rank, recording = int(os.environ.get("RANK", "0")), self._gpu.recording()
-            found = build(timed, self._ends, self._slow, rank, self._own, recording)
+            found = build(timed, self._ends, self._slow, rank, self._own, recording, self._gpu.pinned)
         self._timer.entries = []
         for name in (
             "rows", "slow", "steps", "step_ms", "own_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines",

@@ -63,11 +63,11 @@ class Call:
 class Entry:
     """One op or explicit wait on the host's clock; `before` and `after` are events of the GPU, in `stream`.
 
-    `engine` is the copy engine that it needs: "to host", "to device", or None. `target` is what a wait is for, if that
-    is not its stream: another one ("stream", number), an event, or all of the GPU ("all", None). With a `link` it is
-    neither an op nor a wait of the host, and has no events of its own: the stream recorded an event (False) or waits
-    for it (True). Events are kept until the end, or another one could take their identity. What lies between `entered`
-    and `start`, and between `end` and `left`, is the timer's own time.
+    `engine` is the copy engine that it needs: "to host", "to device", or None; `copied` is how many bytes of tensors
+    then. `target` is what a wait is for, if that is not its stream: another one ("stream", number), an event, or all of
+    the GPU ("all", None). With a `link` it is neither an op nor a wait of the host, and has no events of its own: the
+    stream recorded an event (False) or waits for it (True). Events are kept until the end, or another one could take
+    their identity. What lies between `entered` and `start`, and between `end` and `left`, is the timer's own time.
     """
 
     start: float
@@ -82,6 +82,7 @@ class Entry:
     target: tuple[str, Any] | None = None
     entered: float | None = None
     left: float | None = None
+    copied: int = 0
 
 
 @dataclass(slots=True)
@@ -209,6 +210,8 @@ class Timer(internals.DispatchMode):
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
         engine = "to host" if reads else engine_of(func, args, out, gpu.type)
         entry = Entry(start, end, before, after, call, like, gpu.stream(), engine, entered=entered)
+        if engine is not None and not reads:
+            entry.copied = out.numel() * out.element_size()
         self.entries.append(entry)
         entry.left = gpu.now()
         return out
