@@ -83,14 +83,16 @@ def summary_tables(data: dict[str, Any]) -> list[Table]:
 
 
 def _machine(data: dict[str, Any]) -> str:
-    said = []
+    # Runs on the same machine, of which some had fewer of the packages.
+    said: dict[str, dict[str, None]] = {}
     for e in data["environments"].values():
         words = [e["device"], f"driver {e['driver']}" if e.get("driver") else None, f"torch {e['torch']}"]
-        words += [f"{name} {version}" for name, version in e["packages"].items() if name != "syncfree_ext"]
-        said.append(", ".join(w for w in words if w))
+        packages = [f"{name} {version}" for name, version in e["packages"].items() if name != "syncfree_ext"]
+        said.setdefault(", ".join(w for w in words if w), {}).update(dict.fromkeys(packages))
     dates = sorted(r["date"][:10] for r in data["records"])
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f"Measured on {'; '.join(dict.fromkeys(said))}; {when}."
+    machines = [", ".join([machine, *packages]) for machine, packages in said.items()]
+    return f"Measured on {'; '.join(machines)}; {when}."
 
 
 def blocks(found: list[dict[str, Any]], images: dict[str, str]) -> dict[str, str]:
