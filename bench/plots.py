@@ -252,16 +252,21 @@ def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
             axis.plot([100 * x for x, _ in line], [y for _, y in line], **line_style(head))
         if relative:
             most = max(r["ignored"] for r in shown)
+            shares = [most * i / 100 for i in range(101)]
             axis.plot(
-                [0, 100 * most],
-                [1, 1 - most],
+                [100 * share for share in shares],
+                [1 - share for share in shares],
                 color=GREY,
                 linewidth=1.3,
                 linestyle=":",
                 zorder=6,
                 label="three products of\nthe rows that count",
             )
-        axis.set_ylim(bottom=0)
+            # From a tenth of the products to several times as long.
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        else:
+            axis.set_ylim(bottom=0)
         axis.set_xlabel("ignored targets, %")
         axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
         first = shown[0]
