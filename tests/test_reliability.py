@@ -365,6 +365,24 @@ RACECHECK = """\
 """
 
 
+INITCHECK = """\
+========= Uninitialized __global__ memory read of size 16 bytes
+=========     at void syncfree::<unnamed>::{kernel}<__nv_bfloat16>(syncfree::Params)+0x230
+=========     by thread (0,0,0) in block (175,0,0)
+=========     Address 0x7fa8b09074e0
+========= ERROR SUMMARY: 1 error
+"""
+PROBE = """\
+========= COMPUTE-SANITIZER
+seed 1
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at <unnamed>::read_box_kernel(const __nv_bfloat16 *, float *)+0x90
+=========     by thread (0,0,0) in block (0,0,0)
+all checks passed
+========= ERROR SUMMARY: 4096 errors
+"""
+
+
 def test_reports_of_compute_sanitizer() -> None:
     summary = tool("sanitize_summary")
     part = summary.judge("memcheck-plain", 0, 3, MEMCHECK.format(total=2))
@@ -387,8 +405,49 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / f"{name}.log").write_text(text)
         (tmp_path / f"{name}.status").write_text("0 12\n")
     assert summary.main(str(tmp_path), ["memcheck-plain", "racecheck-plain"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["racecheck-plain", "12", "1", "0", "0", "0", "FOUND"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        "racecheck-plain",
+        "12",
+        "1",
+        "0",
+        "0",
+        "0",
+        "0",
+        "FOUND",
+    ]
     assert [part["verdict"] for part in json.loads((tmp_path / "summary.json").read_text())] == ["FOUND", "FOUND"]
+
+
+@pytest.mark.parametrize(
+    ("probe", "part", "kernel", "verdict"),
+    [
+        (PROBE, "initcheck-plain", "fused_targets_kernel", "ok"),
+        (PROBE, "initcheck-plain", "scale_kernel", "ok"),
+        (PROBE, "initcheck-plain", "fused_gather_kernel", "FOUND"),  # reads what other kernels have written
+        (PROBE, "initcheck-plain", "prescale_kernel", "FOUND"),
+        (PROBE, "initcheck-kernels", "scale_kernel", "FOUND"),  # there are no products
+        (PROBE, "memcheck-plain", "fused_targets_kernel", "FOUND"),
+        (
+            PROBE.replace("read_box", "other"),
+            "initcheck-plain",
+            "fused_targets_kernel",
+            "FOUND",
+        ),  # the tool sees stores
+        (None, "initcheck-plain", "fused_targets_kernel", "FOUND"),  # the probe did not run
+    ],
+)
+def test_reads_of_what_the_tool_does_not_see_written(
+    tmp_path: Path, probe: str | None, part: str, kernel: str, verdict: str
+) -> None:
+    summary = tool("sanitize_summary")
+    (tmp_path / f"{part}.log").write_text(INITCHECK.format(kernel=kernel))
+    (tmp_path / f"{part}.status").write_text("0 12\n")
+    if probe is not None:
+        (tmp_path / "stores.log").write_text(probe)
+    summary.main(str(tmp_path), [part])
+    (found,) = json.loads((tmp_path / "summary.json").read_text())
+    assert found["verdict"] == verdict
+    assert found["ours"] + found["stored"] == 1
 
 
 def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

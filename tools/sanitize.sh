@@ -8,7 +8,7 @@
 #
 # A part is a tool and a suite. Tools: memcheck, initcheck, racecheck, synccheck. Suites:
 #   kernels, select      tests/kernels/kernel_checks.cu, which is compiled here unless KERNEL_CHECKS names it; no torch
-#   edges, plain, logits, loop, properties               the cuda tests of pytest whose shapes are small
+#   edges, plain, logits, count, sampling, properties    the cuda tests of pytest whose shapes are small
 #   fuzz                                                 tools/fuzz.py
 #
 # Of torch the caching allocator is switched off: it would hand out parts of large blocks, in which a kernel that runs
@@ -17,6 +17,10 @@
 # Findings are told from those of other libraries by the kernel: ours are in the namespace syncfree. All kernels are
 # watched, torch's and cuBLAS' too, or what they write would count as never written; a report that names no kernel of
 # ours is counted in the column "other" and fails nothing. Errors of API calls are not reported: torch probes.
+#
+# initcheck may not see what bulk tensor stores (TMA) write. Whether it does is tried first, with a kernel that reads
+# what only such a store has written (kernel_checks stores). If that is reported, reports of the kernels that read what
+# products have stored go into the column "stored" and fail nothing; see docs/reliability.md.
 #
 # Environment: PYTHON, JOBS (1), SECONDS_EACH (570), OUT (build/sanitize-cuda): logs, and summary.json. It runs from a
 # checkout with the library built in place, or with another syncfree_ext on PYTHONPATH. The status is 1 if a part found
@@ -28,7 +32,7 @@ out=${OUT:-build/sanitize-cuda}
 limit=${SECONDS_EACH:-570}
 PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 tools="memcheck initcheck racecheck synccheck"
-suites="kernels select edges plain logits loop properties fuzz"
+suites="kernels select edges plain logits count sampling properties fuzz"
 
 parts=()
 for name in "${@:-all}"; do
@@ -54,7 +58,7 @@ out=$(realpath "$out")
 
 # The launchers' checks, for the GPU that is here, with line numbers.
 checks=${KERNEL_CHECKS:-$out/kernel_checks}
-if [[ " ${parts[*]} " == *-kernels\ * || " ${parts[*]} " == *-select\ * ]] && [[ ! -x $checks ]]; then
+if [[ " ${parts[*]} " =~ -(kernels|select)\ |\ initcheck- ]] && [[ ! -x $checks ]]; then
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
   echo "compiling kernel_checks for sm_${capability:-90}"
   mkdir -p "$out/objects"
@@ -70,23 +74,28 @@ run_part() { # name
   # What takes long under a tool is done less often.
   [[ $tool == racecheck ]] && examples=4 fuzzed=80
   [[ $tool == initcheck ]] && examples=10 fuzzed=200
-  local pytest=("$python" -m pytest -q -p no:cacheprovider -p no:xdist --no-header --tb=short -k "cuda and not graph and not capture")
+  local pytest=("$python" -m pytest -q -p no:cacheprovider -p no:xdist --no-header --tb=short -k "cuda and not graph and not capture and not 2_31")
   case $suite in
     kernels) command=("$checks" count rows moves scale publish) ;;
     select) command=("$checks" select) ;;
     edges) command=("${pytest[@]}" tests/test_edges.py) ;;
     plain) command=("${pytest[@]}" tests/test_edges_plain.py) ;;
     logits) command=("${pytest[@]}" tests/test_cross_entropy.py tests/test_shard_ops.py) ;;
-    loop) command=("${pytest[@]}" tests/test_count_scale.py tests/test_sampling.py tests/test_publish.py) ;;
+    count) command=("${pytest[@]}" tests/test_count_scale.py tests/test_publish.py) ;;
+    sampling) command=("${pytest[@]}" tests/test_sampling.py) ;;
     properties) command=("${pytest[@]}" tests/test_properties.py) ;;
     fuzz) command=("$python" tools/fuzz.py --device cuda --minutes 8 --cases $fuzzed --seed "${SYNCFREE_SEED:-1}") ;;
   esac
   environment=(PYTORCH_NO_CUDA_MEMORY_CACHING=1 SYNCFREE_FAIL_WITHOUT_CUDA=1 SYNCFREE_EXAMPLES=$examples SYNCFREE_SHRINK=0)
   timeout -k 10 "$limit" env "${environment[@]}" compute-sanitizer --tool "$tool" --target-processes all \
-    --report-api-errors no --show-backtrace no --print-limit 2000 "${command[@]}" >"$out/$1.log" 2>&1
+    --report-api-errors no --show-backtrace no --print-limit 0 "${command[@]}" >"$out/$1.log" 2>&1
   echo "$? $((SECONDS - from))" >"$out/$1.status"
 }
 
+rm -f "$out/stores.log"
+if [[ " ${parts[*]} " == *" initcheck-"* ]]; then
+  timeout -k 10 120 compute-sanitizer --tool initcheck --show-backtrace no "$checks" stores >"$out/stores.log" 2>&1
+fi
 running=0
 for part in "${parts[@]}"; do
   rm -f "$out/$part.status"

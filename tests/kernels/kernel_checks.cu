@@ -1,6 +1,6 @@
 // Checks of the launchers without torch, against plain loops in double. Small enough for compute-sanitizer.
 //   cmake --build build/cmake --target kernel_checks && ctest --test-dir build/cmake
-//   kernel_checks [count rows moves scale select publish]; all of them without a name
+//   kernel_checks [count rows moves scale select publish stores]; all of them without a name
 // Exit code: the number of failed checks, 77 (ctest: skipped) without a device.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "../../csrc/common/keys.h"
+#include "../../csrc/cuda/hopper/mbarrier.cuh"
+#include "../../csrc/cuda/hopper/tma.cuh"
 #include "../../csrc/cuda/kernels/launch.h"
 
 using namespace syncfree;
@@ -369,6 +371,53 @@ void check_publish() {
   CUDA(cudaFreeHost(host));
 }
 
+constexpr int kBox = 64;
+
+// Writes a box by one bulk tensor store, and nothing else: each row holds its number, so that swizzling changes nothing.
+__global__ void store_box_kernel(const __grid_constant__ CUtensorMap map) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  __shared__ alignas(1024) __nv_bfloat16 box[kBox * kBox];
+  for (int i = threadIdx.x; i < kBox * kBox; i += blockDim.x) box[i] = __float2bfloat16(float(i / kBox));
+  sm90::fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    sm90::tma_store<false>(&map, uint32_t(__cvta_generic_to_shared(box)), 0, 0);
+    sm90::tma_store_commit();
+    sm90::tma_store_wait<0>();
+  }
+#endif
+}
+
+__global__ void read_box_kernel(const __nv_bfloat16* box, float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = __bfloat162float(box[i]);
+}
+
+// Reads what only a bulk tensor store has written. It shows whether a tool sees such stores (tools/sanitize.sh).
+void check_stores() {
+  int major = 0;
+  CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  if (major < 9) {
+    std::printf("stores: skipped, needs compute capability 9.0\n");
+    return;
+  }
+  __nv_bfloat16* box = nullptr;  // not filled by the host, which a tool would take for the only write
+  CUDA(cudaMalloc(&box, kBox * kBox * sizeof(*box)));
+  CUtensorMap map;
+  CUDA(sm90::make_map(&map, {box, kBox, kBox, kBox, kBox, kBox, false}));
+  const Device<float> out(kBox * kBox);
+  store_box_kernel<<<1, 128>>>(map);
+  read_box_kernel<<<kBox * kBox / 256, 256>>>(box, out.data);
+  CUDA(cudaDeviceSynchronize());
+  const std::vector<float> got = out.host();
+  for (int i = 0; i < kBox * kBox; ++i)
+    if (got[i] != float(i / kBox)) {
+      CHECK(false, "stores: element %d is %g", i, got[i]);
+      break;
+    }
+  CUDA(cudaFree(box));
+}
+
 void check_all_rows() {
   for (int64_t classes : {2, 17, 513, 8192, 32003})
     for (bool general : {false, true}) {
@@ -394,14 +443,15 @@ int main(int argc, char** argv) {
       std::getenv("SYNCFREE_SEED") ? std::strtoull(std::getenv("SYNCFREE_SEED"), nullptr, 10) : std::random_device()();
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   rng.seed(seed);
-  const std::vector<Check> checks{{"count", check_count}, {"rows", check_all_rows}, {"moves", check_moves},
-                                  {"scale", check_scale}, {"select", check_select}, {"publish", check_publish}};
+  const std::vector<Check> checks{{"count", check_count},  {"rows", check_all_rows}, {"moves", check_moves},
+                                  {"scale", check_scale},  {"select", check_select}, {"publish", check_publish},
+                                  {"stores", check_stores}};
   const std::vector<std::string> names(argv + 1, argv + argc);
   size_t run = 0;
   for (const Check& check : checks)
     if (names.empty() || std::find(names.begin(), names.end(), check.name) != names.end()) check.run(), ++run;
   if (run != (names.empty() ? checks.size() : names.size())) {
-    std::printf("there are count, rows, moves, scale, select and publish\n");
+    std::printf("there are count, rows, moves, scale, select, publish and stores\n");
     return 2;
   }
   std::printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
