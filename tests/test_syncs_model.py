@@ -163,6 +163,7 @@ def test_the_report_says_what_measuring_took() -> None:
     starts = [i * 1e-3 for i in range(8)]
     entries = [Timed(start, start + 1e-4, start, start + 1e-4, None) for start in starts]
     report = build(entries, [0.0, 4e-3, 8e-3], SLOW, own=2e-4)
-    assert (report.own_ms, report.step_ms) == (pytest.approx(0.8), pytest.approx(4.0))
+    # The first op comes at once, and takes no more than half of that.
+    assert (report.own_ms, report.step_ms) == (pytest.approx(0.75), pytest.approx(4.0))
     assert report.replay_ms < report.step_ms
     assert Report.from_json(report.to_json()).own_ms == report.own_ms

@@ -29,6 +29,11 @@ _JITTER = 5e-6
 # A call that takes so many times what most take launches more than one kernel.
 _LONG = 4
 _MOST_BUSY_INTERVALS = 500
+# A replay is as long as a step if it is off by no more than this part of it.
+_ALIKE = 0.01
+# No dispatch of an op takes longer. Bisection gets within a hundredth of it.
+_MOST_OWN = 300e-6
+_BISECTIONS = 7
 # Of an op without a reason to wait: one call alone may be chance.
 _LEAST_WAITS = 2
 
@@ -257,6 +262,7 @@ def build(
     own: float = 0.0,
     recording: float = 0.0,
     pinned: Callable[[str, int], float | None] = lambda engine, size: None,
+    alone: float | None = None,
 ) -> Report:
     """The report of measured steps.
 
@@ -265,10 +271,11 @@ def build(
         boundaries: on the host's clock, the start of each step and the end of the last.
         slow: seconds from which an op without a reason to wait is of interest.
         rank: of this process.
-        own: seconds that the timer took at each entry besides what the entry itself says.
+        own: seconds that the timer took at each entry besides what the entry itself says, at least.
         recording: seconds from an op's return until its event is in place.
         pinned: seconds that an engine takes for a copy of so many bytes from or to pinned memory; None if that is not
             known.
+        alone: seconds of a step without the timer, if that is known.
 
     Raises:
         ValueError: fewer than two boundaries.
@@ -320,8 +327,10 @@ def build(
         row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
     ops = [step for step in steps if isinstance(step, Step)]
-    report.own_ms = sum(own + step.came_early + step.went_late for step in ops) * 1e3 / count
-    _add_costs(report, steps, boundaries[-1], count, own)
+    queue = _without_measuring(steps, boundaries[-1], own, None if alone is None else alone * count)
+    report.own_ms = queue.own * 1e3 / count
+    report.alone_ms = 0.0 if alone is None else alone * 1e3
+    _add_costs(report, queue, Queue(steps, boundaries[-1]), count)
     busy = _busy(ops)
     report.busy_ms = sum(end - start for start, end in busy) * 1e3 / count
     report.timelines = _timelines(ops, busy, boundaries)
@@ -337,8 +346,30 @@ def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float
     entry.ms += duration * 1e3 / count
 
 
-def _add_costs(report: Report, steps: Sequence[Step | Link], end: float, count: int, own: float) -> None:
-    as_measured, queue = Queue(steps, end), Queue(steps, end, own)
+def _without_measuring(steps: Sequence[Step | Link], end: float, own: float, alone: float | None) -> Queue:
+    """The steps without what measuring took.
+
+    What an entry does not say of that is at least `own`, and else the least with which a replay takes no longer than
+    the steps do alone: where the GPU bounds those, the host may be faster still.
+    """
+    queue = Queue(steps, end, own)
+    if alone is None or queue.replay() <= alone * (1 + _ALIKE):
+        return queue
+    most = max(own, _MOST_OWN)
+    best = Queue(steps, end, most)
+    limit = max(alone, best.replay()) * (1 + _ALIKE)
+    low, high = own, most
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        queue = Queue(steps, end, middle)
+        if queue.replay() > limit:
+            low = middle
+        else:
+            high, best = middle, queue
+    return best
+
+
+def _add_costs(report: Report, queue: Queue, as_measured: Queue, count: int) -> None:
     scale = 1e3 / count
     measured = as_measured.measured
     report.model_error = as_measured.replay(removed=()) / measured - 1 if measured > 0 else 0.0

@@ -13,9 +13,11 @@ ready first: a number that is read while another stream copies gigabytes to the 
 copies keep the order in which they were measured.
 
 All durations are measured, so a replay with every wait must end when the measured steps ended, and the report says how
-far it is off. Then what the timer itself took between the ops is left out, which each entry says: a host that it slows
-down is less often ahead of the GPU, and every wait would seem cheaper than it is. From these replays follow, for the
-waits of one row of the report:
+far it is off. Then what the timer itself took is left out: a host that it slows down is less often ahead of the GPU,
+and no wait costs what it would without a timer. Each entry says how long the timer's own code ran. What the dispatch of
+an op to Python takes besides is taken to be the same for all ops, and such that the replay is as long as steps are
+without the timer, some of which follow the measured ones. From these replays follow, for the waits of one row of the
+report:
 
 - **idle**: how long the GPU idles a step when these are the only waits left. Two waits in a row drain the GPU once:
   either alone costs as much as both, and both get the whole amount.
@@ -148,10 +150,12 @@ class _Engine:
 
 @dataclass
 class _Copy:
-    """A copy that the host does not wait for, which needs its engine."""
+    """A copy that the host does not wait for, which needs its engine, with what its call takes the host."""
 
     gap: float
     step: Step
+    host: float
+    lag: float
 
 
 @dataclass
@@ -170,13 +174,14 @@ class Queue:
         steps: ops, waits and links in the order of the host.
         end: when the last measured step ended on the host's clock.
         own: leaves out what measuring took: at each op and wait what this one says of itself, and so many seconds
-            before that. With None everything stays.
+            besides, before the call or, where there is not so much time, of an op's call. With None everything stays.
     """
 
     def __init__(self, steps: Sequence[Step | Link], end: float, own: float | None = None) -> None:
         fixed, out = (0.0, 0.0) if own is None else (own, 1.0)
         ops = [step for step in steps if isinstance(step, Step)]
         self._items: list[_Run | _Copy | _Wait | Link] = []
+        self.own = 0.0  # what was left out
         self._start = ops[0].start if ops else 0.0
         self._backlog = {ops[0].stream: max(0.0, ops[0].before - self._start)} if ops else {}
         # The stream with most of the ops: what others still do at the end belongs to the next step.
@@ -197,16 +202,19 @@ class Queue:
                 else:
                     events[step.event] = max(there, step.start)
                 continue
-            gap = max(0.0, step.start - out * step.came_early - now - fixed)
+            between = max(0.0, step.start - out * step.came_early - now)
+            gap = max(0.0, between - fixed)
+            taken = min(max(0.0, fixed - between), step.duration) if step.row is None else 0.0
+            self.own += out * (step.came_early + step.went_late) + between - gap + taken
             if step.row is None and step.engine is None:
                 if run is None or run.stream != step.stream:
                     run = _Run(step.stream)
                     self._items.append(run)
                 run.host += gap
-                run.launch(step.work, step.lag)
-                run.host += step.duration
+                run.launch(step.work, max(0.0, step.lag - taken))
+                run.host += step.duration - taken
             elif step.row is None and step.engine is not None:
-                self._items.append(_Copy(gap, step))
+                self._items.append(_Copy(gap, step, step.duration - taken, max(0.0, step.lag - taken)))
                 engines[step.engine].add(step.after, step.after)
                 run = None
             else:
@@ -253,10 +261,10 @@ class Queue:
             elif isinstance(item, _Copy):
                 host += item.gap
                 stream, engine = item.step.stream, engines[item.step.engine]
-                start = max(gpu.get(stream, 0.0), host + item.step.lag, engine.free(item.step.after))
+                start = max(gpu.get(stream, 0.0), host + item.lag, engine.free(item.step.after))
                 gpu[stream] = start + item.step.work
                 engine.add(item.step.after, gpu[stream])
-                host += item.step.duration
+                host += item.host
             else:
                 host = self._pass(item, host + item.gap, gpu, engines, events, removed, only)
         return max(host + self._tail, gpu.get(self._main, 0.0))

@@ -93,9 +93,9 @@ class Report:
     """What `find_syncs` found.
 
     `rows` are ranked by the GPU idle that they cause. `step_ms` is the measured step of the host, and `own_ms` the part
-    of it that the measuring takes. `replay_ms` is what the model makes of a step without that, the GPU's work to its
-    end included, `free_ms` the same without any wait. `model_error` is how far the model is off the measured time; if
-    that is much, idle and savings are not to be trusted.
+    of it that the measuring takes. `alone_ms` is a step without that, 0 if none followed, and `replay_ms` what the
+    model makes of one, the GPU's work to its end included, `free_ms` the same without any wait. `model_error` is how
+    far the model is off the measured time; if that is much, idle and savings are not to be trusted.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -103,6 +103,7 @@ class Report:
     steps: int = 0
     step_ms: float = 0.0
     own_ms: float = 0.0
+    alone_ms: float = 0.0
     replay_ms: float = 0.0
     free_ms: float = 0.0
     model_error: float = 0.0
@@ -242,6 +243,7 @@ def merge(reports: Sequence[Report]) -> Report:
         steps=min(report.steps for report in reports),
         step_ms=first.step_ms,
         own_ms=first.own_ms,
+        alone_ms=first.alone_ms,
         replay_ms=first.replay_ms,
         free_ms=max(report.free_ms for report in reports),
         model_error=max((report.model_error for report in reports), key=abs),

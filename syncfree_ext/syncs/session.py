@@ -1,4 +1,4 @@
-"""find_syncs: warm-up, measured steps, and further steps under the profiler, then the report."""
+"""find_syncs: warm-up, measured steps, some without the timer, some under the profiler if asked for, and the report."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from .steps import boundaries
 from .timer import SLOW, Timer, own_time
 from .truth import Profiler, summarise
 
+# Steps without the timer after the measured ones: the first takes up the loop's pace, the others tell what it is.
+_ALONE = 3
+
 
 class find_syncs:  # noqa: N801 (used like a function)
     """Finds where the host waits for the GPU, ranks the lines by what they cost, and says what to do.
@@ -30,9 +33,10 @@ class find_syncs:  # noqa: N801 (used like a function)
             train()
         print(report.table())
 
-    A step ends with optimizer.step, or where the script calls `syncfree_ext.syncs.step()`. The report is filled when
-    the last measured step ends, or with what there is when the block ends. What is measured costs a few microseconds
-    an op; the finder itself waits for the GPU once before the measured steps, during warm-up, and once after them.
+    A step ends with optimizer.step, or where the script calls `syncfree_ext.syncs.step()`. Three steps after the
+    measured ones run without the timer and tell what a step takes by itself; then the report is filled, or with what
+    there is when the block ends. Measuring takes the host some ten microseconds an op. The finder itself waits for the
+    GPU once before the measured steps, during warm-up, and once after the last.
     Only this thread and the backward calls that it makes are seen. CUDA device: the current one.
 
     Args:
@@ -85,6 +89,8 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._steps_seen = 0
         self._own = 0.0
         self._ends: list[float] = []
+        self._alone: list[tuple[float, object]] = []  # ends of steps without the timer: the host's time, and an event
+        self._profiled_from = 0
         self._state = "new"
 
     def __enter__(self) -> Report:
@@ -134,9 +140,12 @@ class find_syncs:  # noqa: N801 (used like a function)
             if seen < self._steps:
                 self.report.notes.append(f"The block ended after {seen} of {self._steps} measured steps.")
             if seen:
-                self._finish_timer()
+                self._stop_timer()
+                self._build_report()
             else:
                 self._timer.stop()
+        elif self._state == "alone":
+            self._build_report()
         elif self._state == "profiling":
             self._finish_profile()
         elif self._state == "warmup":
@@ -176,6 +185,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._listening.close()
             self._state = "warmup"
         self._ends = self._ends[:1]
+        self._alone.clear()
 
     def _queue_backlog(self) -> None:
         if self._probe and self._gpu is not None:
@@ -184,7 +194,7 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _step_ended(self) -> None:
         self._steps_seen += 1
-        if self._state in ("profiling", "ended"):
+        if self._state in ("alone", "profiling", "ended"):
             self._leave_mode()
         if self._state == "warmup":
             if self._steps_seen == max(1, self._warmup - 1):
@@ -196,23 +206,47 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._ends.append(self._now())
             self._timer.new_step()
             if len(self._ends) > self._steps:
-                self._finish_timer()
-                if self._profile:
-                    self._state = "profiling"
-                    self._profiler.start()
+                self._stop_timer()
+                if self._gpu is not None and not self._probe and not self._mode_is_on:
+                    self._state = "alone"
                 else:
-                    self._end()
+                    self._go_on()
             else:
                 self._queue_backlog()
-        elif self._state == "profiling" and self._steps_seen >= self._warmup + self._steps + self._profile:
+        elif self._state == "alone" and self._gpu is not None:
+            self._alone.append((self._now(), None if self._gpu.capturing() else self._gpu.record()))
+            if len(self._alone) == _ALONE:
+                self._go_on()
+        elif self._state == "profiling" and self._steps_seen >= self._profiled_from + self._profile:
             self._finish_profile()
             self._end()
 
-    def _finish_timer(self) -> None:
+    def _stop_timer(self) -> None:
         self._timer.stop()
         self._listening.close()
         self._measuring.close()
         self._leave_mode()
+
+    def _go_on(self) -> None:
+        """Fills the report; then come steps under the profiler, or none."""
+        self._build_report()
+        if self._profile:
+            self._state = "profiling"
+            self._profiled_from = self._steps_seen
+            self._profiler.start()
+        else:
+            self._end()
+
+    def _seconds_alone(self) -> float | None:
+        """What a step takes without the timer: the host or the GPU, whichever takes longer. The GPU must be done."""
+        marks = [(time, event) for time, event in self._alone if event is not None]
+        if len(marks) < 2 or self._gpu is None:
+            return None
+        (host_first, first), (host_last, last) = marks[0], marks[-1]
+        gpu_first, gpu_last = self._gpu.resolve([first, last])
+        return max(host_last - host_first, gpu_last - gpu_first) / (len(marks) - 1)
+
+    def _build_report(self) -> None:
         if self._gpu is None:
             count = len(self._ends) - 1
             found = Report(steps=count, step_ms=(self._ends[-1] - self._ends[0]) * 1e3 / count)
@@ -223,15 +257,17 @@ class find_syncs:  # noqa: N801 (used like a function)
             entries = [entry for entry in self._timer.entries if entry.start < self._ends[-1]]
             timed = resolve_events(entries, self._gpu)
             rank, recording = int(os.environ.get("RANK", "0")), self._gpu.recording()
-            found = build(timed, self._ends, self._slow, rank, self._own, recording, self._gpu.pinned)
+            alone = self._seconds_alone()
+            found = build(timed, self._ends, self._slow, rank, self._own, recording, self._gpu.pinned, alone)
         self._timer.entries = []
         for name in (
-            "rows", "slow", "steps", "step_ms", "own_ms", "replay_ms", "free_ms", "model_error", "busy_ms", "timelines",
+            "rows", "slow", "steps", "step_ms", "own_ms", "alone_ms", "replay_ms", "free_ms", "model_error", "busy_ms",
+            "timelines",
         ):  # fmt: skip
             setattr(self.report, name, getattr(found, name))
 
     def _finish_profile(self) -> None:
-        steps = max(1, self._steps_seen - self._warmup - self._steps)
+        steps = max(1, self._steps_seen - self._profiled_from)
         self.report.truth = summarise(self._profiler.stop(), steps, self.report)
 
     def _end(self, call_done: bool = True) -> None:

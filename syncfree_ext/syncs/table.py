@@ -41,7 +41,7 @@ def headline(report: Report) -> str:
     )
     if not report.probe_ms:
         saved = max(0.0, report.replay_ms - report.free_ms)
-        text += f" Without any wait a step would be {saved:.2f} ms ({share(saved, report.step_ms)}) shorter."
+        text += f" Without any wait a step would be {saved:.2f} ms ({share(saved, report.replay_ms)}) shorter."
     return text
 
 
@@ -76,9 +76,10 @@ def remarks(report: Report) -> list[str]:
     elif report.steps and report.rows:
         lines.append(f"The model behind these figures is {100 * report.model_error:+.1f} % off the measured time.")
         if report.own_ms > 0.01 * report.step_ms:
+            alone = f", which takes {report.alone_ms:.2f} ms" if report.alone_ms else ""
             lines.append(
                 f"Measuring takes {report.own_ms:.2f} ms of the {report.step_ms:.2f} ms; costs are those of a step "
-                "without it."
+                f"without it{alone}."
             )
     if report.truth is not None:
         truth = report.truth
