@@ -262,7 +262,7 @@ def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
                 zorder=6,
                 label="three products of\nthe rows that count",
             )
-            # From a tenth of the products to several times as long.
+            # Some take several times as long as the products, and what counts is below.
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         else:

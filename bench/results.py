@@ -166,6 +166,10 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"bench: results of different devices do not belong into one file: {', '.join(sorted(devices))}"
         )
     merged["records"] = list(records.values())
+    used = {record["environment"] for record in merged["records"] if "environment" in record}
+    merged["environments"] = {name: e for name, e in merged["environments"].items() if name in used} or merged[
+        "environments"
+    ]
     return merged
 
 

@@ -426,6 +426,10 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
         (PROBE, "initcheck-plain", "fused_gather_kernel", "FOUND"),  # reads what other kernels have written
         (PROBE, "initcheck-plain", "prescale_kernel", "FOUND"),
         (PROBE, "initcheck-kernels", "scale_kernel", "FOUND"),  # there are no products
+        (PROBE, "initcheck-count", "scale_kernel", "FOUND"),
+        # The store itself has not happened.
+        (PROBE.replace("all checks", "FAILED stores: element 64 is 0"), "initcheck-plain", "scale_kernel", "FOUND"),
+        (PROBE.partition("all checks")[0], "initcheck-plain", "scale_kernel", "FOUND"),
         (PROBE, "memcheck-plain", "fused_targets_kernel", "FOUND"),
         (
             PROBE.replace("read_box", "other"),

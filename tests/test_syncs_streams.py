@@ -72,8 +72,11 @@ class Streams:
         """A copy from ordinary memory, which the host helps with; from pinned memory if the wait is gone."""
         start = self.host
         before = max(start, self.done.get(stream, 0.0))
-        self.host = start + LAUNCH if row in self.gone else before + size / PAGEABLE
-        self.done[stream] = before + size / PINNED if row in self.gone else self.host
+        seconds = size / (PINNED if row in self.gone else PAGEABLE)
+        begin = self._free("to device", before, seconds)
+        self.busy.setdefault("to device", []).append((begin, begin + seconds))
+        self.done[stream] = begin + seconds
+        self.host = start + LAUNCH if row in self.gone else self.done[stream]
         call = Call(
             f"row{row}", Kind.COPY, "pageable memory to device", Counts.ALWAYS, Stack(None, None, None, False, False)
         )
@@ -225,9 +228,29 @@ def loading_ahead(run: Streams) -> None:
         run.op(20e-6)
 
 
+def loading_behind_a_prefetch(run: Streams) -> None:
+    """One copy to the device goes on when the other is called for."""
+    run.op(3e-3, stream=1, engine="to device")
+    run.load(0, 20_000_000)
+    for _ in range(300):
+        run.op(30e-6)
+    run.follow(0, 1)
+    run.read(1)
+
+
+def loading_before_a_prefetch(run: Streams) -> None:
+    run.load(0, 20_000_000)
+    run.op(4e-3, stream=1, engine="to device")
+    for _ in range(100):
+        run.op(30e-6)
+    run.follow(0, 1)
+    run.op(1e-3)
+    run.read(1)
+
+
 PROGRAMS = [
-    loading, loading_ahead, offloading, synchronizing, synchronizing_all, beside_work, overtaken, overtaking_read,
-    prefetching, two_at_work,
+    loading, loading_ahead, loading_behind_a_prefetch, loading_before_a_prefetch, offloading, synchronizing,
+    synchronizing_all, beside_work, overtaken, overtaking_read, prefetching, two_at_work,
 ]  # fmt: skip
 
 

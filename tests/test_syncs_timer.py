@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_gpu import PINNED, Card, FakeGpu, fake_card
+from fake_gpu import Card, FakeGpu, fake_card
 from syncfree_ext.syncs import Report, explicit, find_syncs, internals, step
 from syncfree_ext.syncs.collect import Timed, ops_that_wait, resolve_events
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
@@ -449,33 +449,6 @@ def test_a_loop_that_copies_beside_its_work() -> None:
     assert report.replay_ms == pytest.approx(report.step_ms, rel=0.02)
     assert abs(report.model_error) < 0.02
     assert row.saves_ms < report.step_ms
-
-
-def test_a_copy_from_ordinary_memory_is_replaced_by_one_from_pinned_memory() -> None:
-    """Through the whole finder; the meta device stands for the GPU's."""
-
-    class Loading(Card):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name != "aten::_to_copy":
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            self.gpu.drain()
-            self.gpu.host(args[0].nbytes / 5e9)
-            self.gpu.done = self.gpu.time
-            return func(*args, **kwargs)
-
-    gpu = FakeGpu()
-    gpu.type = "meta"
-    batch = torch.ones(10**6)
-    x = torch.ones(3)
-    with Loading(gpu, {"aten::exp": 200e-6}), find_syncs(warmup=1, steps=4, gpu=gpu) as report:
-        for _ in range(6):
-            for _ in range(50):
-                x.exp()
-            batch.to("meta")
-            step()
-    (row,) = report.rows
-    assert row.kind == "pageable copy"
-    assert row.saves_ms == pytest.approx(1e3 * batch.nbytes * (1 / 5e9 - 1 / PINNED), abs=0.02)
 
 
 def test_captured_streams_are_left_alone() -> None:

@@ -58,7 +58,10 @@ out=$(realpath "$out")
 
 # The launchers' checks, for the GPU that is here, with line numbers.
 checks=${KERNEL_CHECKS:-$out/kernel_checks}
-if [[ " ${parts[*]} " =~ -(kernels|select)\ |\ initcheck- ]] && [[ ! -x $checks ]]; then
+needed=
+[[ " ${parts[*]} " =~ -(kernels|select)\  ]] && needed=1
+[[ " ${parts[*]} " == *" initcheck-"* ]] && command -v nvcc >/dev/null && needed=1 # else there is no probe
+if [[ -n $needed && ! -x $checks ]]; then
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
   echo "compiling kernel_checks for sm_${capability:-90}"
   mkdir -p "$out/objects"
@@ -93,7 +96,7 @@ run_part() { # name
 }
 
 rm -f "$out/stores.log"
-if [[ " ${parts[*]} " == *" initcheck-"* ]]; then
+if [[ " ${parts[*]} " == *" initcheck-"* && -x $checks ]]; then
   timeout -k 10 120 compute-sanitizer --tool initcheck --show-backtrace no "$checks" stores >"$out/stores.log" 2>&1
 fi
 running=0

@@ -149,17 +149,17 @@ class CudaGpu:
     def pinned(self, engine: str, size: int) -> float | None:
         """Seconds for a copy "to host" or "to device" of so many bytes of pinned memory; None if that is not known."""
         if engine not in self._rates:
-            try:
-                self._rates[engine] = self._rate(engine)
-            except RuntimeError:  # out of memory, of the GPU or of the host
-                self._rates[engine] = None
+            self._rates[engine] = self._rate(engine)
         rate = self._rates[engine]
         return None if rate is None else size / rate
 
-    def _rate(self, engine: str) -> float:
+    def _rate(self, engine: str) -> float | None:
         """Bytes a second; the best of a few copies."""
-        host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-        device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+        try:
+            host = torch.empty(_COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
+            device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+        except RuntimeError:  # one of them has no memory left
+            return None
         source, target = (host, device) if engine == "to device" else (device, host)
         times = []
         for _ in range(4):

@@ -69,7 +69,7 @@ _DETAIL_ADVICE: Mapping[str, str] = {
     "device to pageable memory": "Copy into pinned memory with non_blocking=True and read it after an event, a step "
     "later; AsyncScalars does that for scalars.",
     "number to device": "x[index] = number copies the number to the device, and waits: index_fill_, masked_fill_ and "
-    "x[a:b] = number do not.",
+    "x[a:b] = number do not, nor does a 0-d tensor that is on the device already.",
     "pinned allocation": "Pinned memory is slow to allocate and may stall the GPU: allocate it once, before the loop.",
     "empty_cache": "empty_cache waits for the GPU and returns memory that the next step allocates again: drop it.",
 }

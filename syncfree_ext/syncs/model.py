@@ -284,7 +284,12 @@ class Queue:
         own = gpu.get(wait.stream, 0.0)
         gone = wait.row not in only if only is not None else removed is None or wait.row in removed
         if gone:
-            gpu[wait.stream] = max(own, host) + min(rest, wait.stays)
+            start = max(own, host)
+            if wait.stays and wait.engine is not None:
+                start = max(start, engines[wait.engine].free(wait.after))
+            gpu[wait.stream] = start + min(rest, wait.stays)
+            if wait.stays and wait.engine is not None:
+                engines[wait.engine].add(wait.after, gpu[wait.stream])
             return host + min(rest, LAUNCH)
         if not wait.drains:
             return host + rest

@@ -36,7 +36,8 @@ class find_syncs:  # noqa: N801 (used like a function)
     A step ends with optimizer.step, or where the script calls `syncfree_ext.syncs.step()`. Three steps after the
     measured ones run without the timer and tell what a step takes by itself; then the report is filled, or with what
     there is when the block ends. Measuring takes the host some ten microseconds an op. The finder itself waits for the
-    GPU once before the measured steps, during warm-up, and once after the last.
+    GPU before the measured steps, during warm-up, and after the last, when it also tries how fast copies are if the
+    host waited for one.
     Only this thread and the backward calls that it makes are seen. CUDA device: the current one.
 
     Args:
@@ -162,6 +163,17 @@ class find_syncs:  # noqa: N801 (used like a function)
             with self._timer.untimed(), allow_sync("find_syncs ties the GPU's clock to the host's"):
                 self._gpu.calibrate()
 
+    def _pinned(self, engine: str, size: int) -> float | None:
+        """What a copy of that many bytes takes from or to pinned memory."""
+        if self._gpu is None:
+            return None
+        with self._timer.untimed(), allow_sync("find_syncs tries how fast copies are"):
+            seconds = self._gpu.pinned(engine, size)
+        note = "How fast copies from pinned memory are is not known: those that wait may cost more than is said."
+        if seconds is None and note not in self.report.notes:
+            self.report.notes.append(note)
+        return seconds
+
     def _leave_mode(self) -> None:
         # A mode that the script has entered since lies on top: then ours stays below it, passing ops on, until a step
         # or the block ends without it.
@@ -258,7 +270,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             timed = resolve_events(entries, self._gpu)
             rank, recording = int(os.environ.get("RANK", "0")), self._gpu.recording()
             alone = self._seconds_alone()
-            found = build(timed, self._ends, self._slow, rank, self._own, recording, self._gpu.pinned, alone)
+            found = build(timed, self._ends, self._slow, rank, self._own, recording, self._pinned, alone)
         self._timer.entries = []
         for name in (
             "rows", "slow", "steps", "step_ms", "own_ms", "alone_ms", "replay_ms", "free_ms", "model_error", "busy_ms",

@@ -101,6 +101,7 @@ def _bare(name: str) -> str:
 
 _aten: Any = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
+_PUTS = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 def engine_of(func: Any, args: Sequence[Any], out: Any, device: str) -> str | None:
@@ -110,6 +111,14 @@ def engine_of(func: Any, args: Sequence[Any], out: Any, device: str) -> str | No
     source = args[1] if func is _aten.copy_.default else args[0]
     comes, goes = (isinstance(t, Tensor) and t.device.type == device for t in (source, out))
     return None if comes == goes else "to host" if comes else "to device"
+
+
+def _bytes_copied(func: Any, args: Sequence[Any], out: Any) -> int:
+    """At most so many: which of the two dtypes is on its way, torch decides. 0 if one is not dense."""
+    source = args[1] if func is _aten.copy_.default else args[0]
+    if source.layout is not torch.strided or out.layout is not torch.strided:
+        return 0
+    return int(out.numel() * max(source.element_size(), out.element_size()))
 
 
 def like_of(func: Any, args: Sequence[Any], out: Any) -> Like:
@@ -209,9 +218,11 @@ class Timer(internals.DispatchMode):
         like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else like_of(func, args, out)
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
         engine = "to host" if reads else engine_of(func, args, out, gpu.type)
+        if hint is not None and hint.kind is Kind.COPY and func in _PUTS:
+            engine = "to device"  # of the number
         entry = Entry(start, end, before, after, call, like, gpu.stream(), engine, entered=entered)
-        if engine is not None and not reads:
-            entry.copied = out.numel() * out.element_size()
+        if engine is not None and func in _COPIES:
+            entry.copied = _bytes_copied(func, args, out)
         self.entries.append(entry)
         entry.left = gpu.now()
         return out
