@@ -376,7 +376,7 @@ class Costs:
         speed = self.speed()
         said = {name: speed * cost + self.blur() for name, cost in self.said.items()}
         calls = dict.fromkeys(said, 1.0)
-        return {"error": 0.0, "all": 3.0, "calls": calls, "saves": said, "idle": said, "elsewhere": []}
+        return {"error": 0.0, "step": 20.0, "all": 3.0, "calls": calls, "saves": said, "idle": said, "elsewhere": []}
 
 
 def ranked(check: ModuleType, monkeypatch: pytest.MonkeyPatch, run: Run, loop: Costs, least: int = 3) -> Any:

@@ -219,6 +219,7 @@ def predict(loop: loops.Loop, machine: loops.Machine) -> dict[str, Any]:
     rows = {name: [row for row in report.rows if row.file == name] for name in loop.waits}
     return {
         "error": 100 * report.model_error,
+        "step": report.replay_ms,
         "all": report.replay_ms - report.free_ms,
         "calls": {name: sum(row.calls for row in found) for name, found in rows.items()},
         "saves": {name: sum(row.saves_ms for row in found) for name, found in rows.items()},
@@ -254,6 +255,7 @@ def check_ranking(name: str, seconds: float, machine: loops.Machine, check: Chec
     facts: dict[str, Any] = {
         "base_ms": base,
         "rounds": count,
+        "replay_ms": statistics.median(one["step"] for one in found),
         "replay_error_percent": statistics.median(one["error"] for one in found),
         "largest_replay_error_percent": max((one["error"] for one in found), key=abs),
         "all_saves_predicted_ms": statistics.median(one["all"] for one in found),

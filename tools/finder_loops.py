@@ -168,7 +168,7 @@ def free(machine: Machine, name: str) -> Loop:
         if key not in stages:
             stages[key] = _Stage(key, machine, offload, size)
         stages[key].mean_ms(2)
-        return stages[key].mean_ms(30 if name == "small" else 6)
+        return stages[key].mean_ms(30 if name == "small" else 9)  # so many that the finder sees some without its timer
 
     return Loop(waits, step_ms)
 

@@ -309,8 +309,9 @@ def build(
             entry,
             min(entry.upper, max(0.0, entry.end - max(entry.before, entry.start))),
             row=index,
-            drains=row.detail == "empty_cache" or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
-            keeps_work=row.kind in (Kind.COPY, Kind.SHAPE) and row.detail != "number to device",
+            drains=entry.call.detail == "empty_cache"
+            or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
+            keeps_work=row.kind in (Kind.COPY, Kind.SHAPE) and entry.call.detail != "number to device",
             instead=pinned(entry.engine, entry.copied) if entry.copied and entry.engine is not None else None,
             target=entry.target,
         )
