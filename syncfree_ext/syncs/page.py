@@ -38,7 +38,7 @@ def _facts(report: Report) -> str:
     if not report.probe_ms:
         facts.insert(3, ("without waits", f"{report.free_ms:.2f} ms"))
     if report.alone_ms:
-        facts.insert(1, ("not measured", f"{report.alone_ms:.2f} ms"))
+        facts.insert(1, ("without measuring", f"{report.alone_ms:.2f} ms"))
     if report.ranks > 1:
         facts.append(("ranks", str(report.ranks)))
     for name, value in (("device", report.device), ("torch", report.torch)):
