@@ -68,6 +68,19 @@ class Streams:
         ready = max(self.host, self.done.get(stream, 0.0))
         self._wait(row, self._free("to host", ready, TINY), stream, engine="to host")
 
+    def count(self, row: int, work: float, stream: int = 0) -> None:
+        """A kernel whose result has a size that the host reads, as in nonzero; without the wait the kernel alone."""
+        start = self.host
+        before = max(start, self.done.get(stream, 0.0))
+        self.done[stream] = before + work
+        if row in self.gone:
+            self.host = start + LAUNCH
+        else:
+            self.host = self._free("to host", self.done[stream], TINY) + READ
+        call = Call(f"row{row}", Kind.SHAPE, "", Counts.ALWAYS, Stack(None, None, None, False, False))
+        after = max(self.done[stream], self.host)
+        self.entries.append(Entry(start, self.host, before, after, call, stream=stream, engine="to host"))
+
     def load(self, row: int, size: int, stream: int = 0) -> None:
         """A copy from ordinary memory, which the host helps with; from pinned memory if the wait is gone."""
         start = self.host
@@ -248,7 +261,17 @@ def loading_before_a_prefetch(run: Streams) -> None:
     run.read(1)
 
 
+def counting_beside_a_copy(run: Streams) -> None:
+    """What takes the place of a nonzero copies nothing, and waits for no engine."""
+    run.follow(1, 0)
+    run.op(8e-3, stream=1, engine="to host")
+    run.count(0, 0.1e-3)
+    for _ in range(600):
+        run.op(30e-6)
+
+
 PROGRAMS = [
+    counting_beside_a_copy,
     loading, loading_ahead, loading_behind_a_prefetch, loading_before_a_prefetch, offloading, synchronizing,
     synchronizing_all, beside_work, overtaken, overtaking_read, prefetching, two_at_work,
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -580,24 +579,21 @@ def test_explicit_waits_say_what_the_timer_took() -> None:
     assert report.replay_ms == pytest.approx(0.3)
 
 
-class Spinning(FakeGpu):
-    """A GPU whose events take a known time of the real host."""
-
-    spin = 50e-6
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def record(self) -> float:
-        end = time.perf_counter() + self.spin
-        while time.perf_counter() < end:
-            pass
-        return 0.0
-
-
-def test_the_timer_knows_what_it_takes_itself() -> None:
+def test_the_timer_knows_what_it_takes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the host, at an op, beside what the entry says; and it leaves nothing behind."""
-    assert 1e-7 < own_time(FakeGpu(), Frames()) < 5e-3
-    own = min(own_time(Spinning(), Frames()) for _ in range(5))
-    assert 0 <= own < Spinning.spin / 2  # the event's time is the entry's
+
+    class Clocked(FakeGpu):
+        def capturing(self) -> bool:
+            self.host(7e-6)  # before the entry begins
+            return False
+
+        def record(self) -> float:
+            self.host(50e-6)
+            return 0.0
+
+    gpu = Clocked()
+    with monkeypatch.context() as patch:
+        patch.setattr("syncfree_ext.syncs.timer.time", SimpleNamespace(perf_counter=gpu.now))
+        assert own_time(gpu, Frames()) == pytest.approx(7e-6)
+    assert 0 <= own_time(FakeGpu(), Frames()) < 5e-3
     assert internals.top_mode() is None

@@ -29,11 +29,12 @@ _JITTER = 5e-6
 # A call that takes so many times what most take launches more than one kernel.
 _LONG = 4
 _MOST_BUSY_INTERVALS = 500
-# A replay is as long as a step if it is off by no more than this part of it.
+# A replay is as long as steps are if it is off by no more than this part of them.
 _ALIKE = 0.01
-# No dispatch of an op takes longer. Bisection gets within a hundredth of it.
+# No dispatch of an op takes longer.
 _MOST_OWN = 300e-6
-_BISECTIONS = 7
+# So many replays at most are tried to find out what it takes.
+_TRIES = 16
 # Of an op without a reason to wait: one call alone may be chance.
 _LEAST_WAITS = 2
 
@@ -305,13 +306,15 @@ def build(
             row.ranks = [rank]
             report.rows.append(row)
         row = report.rows[index]
+        keeps = entry.call.kind in (Kind.COPY, Kind.SHAPE) and entry.call.detail != "number to device"
         step = _step(
             entry,
             min(entry.upper, max(0.0, entry.end - max(entry.before, entry.start))),
             row=index,
             drains=entry.call.detail == "empty_cache"
             or (entry.before <= entry.end + NOISE and row.kind != Kind.ALLOCATOR),
-            keeps_work=row.kind in (Kind.COPY, Kind.SHAPE) and entry.call.detail != "number to device",
+            keeps_work=keeps,
+            copies=keeps and entry.call.kind is Kind.COPY and entry.engine is not None,
             instead=pinned(entry.engine, entry.copied) if entry.copied and entry.engine is not None else None,
             target=entry.target,
         )
@@ -328,7 +331,9 @@ def build(
         row.waited_ms /= count
     report.slow = sorted(slow_ops.values(), key=lambda op: -op.ms)
     ops = [step for step in steps if isinstance(step, Step)]
-    queue = _without_measuring(steps, boundaries[-1], own, None if alone is None else alone * count)
+    if alone is not None and not 0 < alone < statistics.median(b - a for a, b in pairwise(boundaries)):
+        alone = None  # of a step unlike most
+    queue = _without_measuring(steps, boundaries, own, alone)
     report.own_ms = queue.own * 1e3 / count
     report.alone_ms = 0.0 if alone is None else alone * 1e3
     _add_costs(report, queue, Queue(steps, boundaries[-1]), count)
@@ -347,26 +352,36 @@ def _add_slow(slow_ops: dict[tuple[str, str], Slow], call: Call, duration: float
     entry.ms += duration * 1e3 / count
 
 
-def _without_measuring(steps: Sequence[Step | Link], end: float, own: float, alone: float | None) -> Queue:
+def _without_measuring(
+    steps: Sequence[Step | Link], boundaries: Sequence[float], own: float, alone: float | None
+) -> Queue:
     """The steps without what measuring took.
 
-    What an entry does not say of that is at least `own`, and else the least with which a replay takes no longer than
-    the steps do alone: where the GPU bounds those, the host may be faster still.
+    What an entry does not say of that is at least `own`, and else the least with which most replayed steps take no
+    longer than one does alone: where the GPU bounds those, the host may be faster still.
     """
-    queue = Queue(steps, end, own)
-    if alone is None or queue.replay() <= alone * (1 + _ALIKE):
+
+    def without(taken: float) -> Queue:
+        return Queue(steps, boundaries[-1], taken, boundaries[1:-1])
+
+    queue, most = without(own), max(own, _MOST_OWN)
+    if alone is None or queue.middle() <= alone * (1 + _ALIKE):
         return queue
-    most = max(own, _MOST_OWN)
-    best = Queue(steps, end, most)
-    limit = max(alone, best.replay()) * (1 + _ALIKE)
-    low, high = own, most
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        queue = Queue(steps, end, middle)
-        if queue.replay() > limit:
-            low = middle
+    best = without(most)
+    limit = max(alone, best.middle()) * (1 + _ALIKE)
+    # So much it is if it can be left out everywhere, which it cannot where a call takes less.
+    low, high, found = own, most, False
+    more = (queue.middle() - limit) * (len(boundaries) - 1) / len(steps)
+    for _ in range(_TRIES):
+        middle = (low + high) / 2 if found else min(low + more, high)
+        queue = without(middle)
+        length = queue.middle()
+        if length > limit:
+            low, more = middle, 2 * more
         else:
-            high, best = middle, queue
+            high, best, found = middle, queue, True
+            if length >= limit * (1 - _ALIKE):
+                break
     return best
 
 

@@ -2,7 +2,7 @@
 
 An event is recorded into the current stream and completes when all work before it has. Where it completed is read
 later, when the measured steps are over, so that recording is all that happens in a step. Two calibrations, one before
-and one after the measured steps, tie the GPU's clock to the host's: each records some events and polls until they have
+and one after the last steps, tie the GPU's clock to the host's: each records some events and polls until they have
 completed, and takes the one whose completion was seen within the shortest time, a few microseconds, even where the
 event had to wait for another user of the GPU. The line between the two takes out the drift, of which there is little:
 what is more than that is the calibrations' own error.

@@ -30,9 +30,12 @@ operations a wait.
 from __future__ import annotations
 
 import bisect
+import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 # What is left of a wait that is replaced by asynchronous work: about one launch.
 LAUNCH = 10e-6
@@ -49,7 +52,7 @@ class Step:
     `row` is None for an op. `drains` says whether the host waits for the GPU's backlog (an allocation takes time
     without doing so). `keeps_work` says whether the GPU's own work in a wait stays when the wait goes: that of a copy
     and of a nonzero does, a scalar read has none. `instead` is what it takes then, if that is less: a copy from pinned
-    memory is several times as fast as one from ordinary memory.
+    memory is several times as fast as one from ordinary memory. `copies`: it is a copy, and needs the engine.
     """
 
     start: float
@@ -65,6 +68,7 @@ class Step:
     entered: float | None = None  # measuring began before the start, and went on
     left: float | None = None  # until after the end
     instead: float | None = None
+    copies: bool = False
     lag: float = 0.0  # of ops: from the start until the work was handed over
 
     @property
@@ -148,6 +152,10 @@ class _Engine:
         self._now.insert(place, now)
 
 
+class _Mark:
+    """A step ends and the next one begins."""
+
+
 @dataclass
 class _Copy:
     """A copy that the host does not wait for, which needs its engine, with what its call takes the host."""
@@ -175,12 +183,15 @@ class Queue:
         end: when the last measured step ended on the host's clock.
         own: leaves out what measuring took: at each op and wait what this one says of itself, and so many seconds
             besides, before the call or, where there is not so much time, of an op's call. With None everything stays.
+        boundaries: when one training step ended and the next one began, on the host's clock.
     """
 
-    def __init__(self, steps: Sequence[Step | Link], end: float, own: float | None = None) -> None:
+    def __init__(
+        self, steps: Sequence[Step | Link], end: float, own: float | None = None, boundaries: Sequence[float] = ()
+    ) -> None:
         fixed, out = (0.0, 0.0) if own is None else (own, 1.0)
         ops = [step for step in steps if isinstance(step, Step)]
-        self._items: list[_Run | _Copy | _Wait | Link] = []
+        self._items: list[_Run | _Copy | _Wait | Link | _Mark] = []
         self.own = 0.0  # what was left out
         self._start = ops[0].start if ops else 0.0
         self._backlog = {ops[0].stream: max(0.0, ops[0].before - self._start)} if ops else {}
@@ -192,7 +203,12 @@ class Queue:
         engines: defaultdict[str | None, _Engine] = defaultdict(_Engine)
         events: dict[int, float] = {}
         run: _Run | None = None
+        marks = iter(boundaries)
+        mark = next(marks, math.inf)
         for step in steps:
+            while step.start >= mark:
+                self._items.append(_Mark())
+                mark, run = next(marks, math.inf), None
             if isinstance(step, Link):
                 self._items.append(step)
                 run = None
@@ -244,12 +260,27 @@ class Queue:
             removed: rows whose waits go; None for all.
             only: rows whose waits stay, if given; all others go.
         """
+        return max(self._play(removed, only)[-1])
+
+    def middle(self) -> float:
+        """Seconds by which a training step moves the host or its main stream on, whichever is more: the median.
+
+        Of the first step the host alone counts: the finder may have waited for the GPU just before.
+        """
+        ends = self._play((), None)
+        return statistics.median(max(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends))
+
+    def _play(self, removed: Collection[int] | None, only: Collection[int] | None) -> list[tuple[float, float]]:
+        """When the host and its main stream are done, after each training step; at first the stream never is."""
         host = 0.0
         gpu: dict[int, float] = dict(self._backlog)
         engines: defaultdict[str | None, _Engine] = defaultdict(_Engine)
         events: dict[int, float] = {}
+        ends = [(0.0, math.inf)]
         for item in self._items:
-            if isinstance(item, _Run):
+            if isinstance(item, _Mark):
+                ends.append((host, gpu.get(self._main, 0.0)))
+            elif isinstance(item, _Run):
                 gpu[item.stream] = max(gpu.get(item.stream, 0.0) + item.work, host + item.path)
                 host += item.host
             elif isinstance(item, Link):
@@ -267,7 +298,7 @@ class Queue:
                 host += item.host
             else:
                 host = self._pass(item, host + item.gap, gpu, engines, events, removed, only)
-        return max(host + self._tail, gpu.get(self._main, 0.0))
+        return [*ends, (host + self._tail, gpu.get(self._main, 0.0))]
 
     def _pass(
         self,
@@ -284,12 +315,12 @@ class Queue:
         own = gpu.get(wait.stream, 0.0)
         gone = wait.row not in only if only is not None else removed is None or wait.row in removed
         if gone:
+            stays = min(rest, wait.stays)
             start = max(own, host)
-            if wait.stays and wait.engine is not None:
+            if wait.copies:
                 start = max(start, engines[wait.engine].free(wait.after))
-            gpu[wait.stream] = start + min(rest, wait.stays)
-            if wait.stays and wait.engine is not None:
-                engines[wait.engine].add(wait.after, gpu[wait.stream])
+                engines[wait.engine].add(wait.after, start + stays)
+            gpu[wait.stream] = start + stays
             return host + min(rest, LAUNCH)
         if not wait.drains:
             return host + rest

@@ -41,7 +41,7 @@ def run(
         script: path of the script, or name of the module.
         arguments: its command line.
         module: `script` is a module's name, as for `python -m`.
-        keep_going: let the script run to its end, instead of stopping it after the last measured step.
+        keep_going: let the script run to its end, instead of stopping it once everything is measured.
         options: of find_syncs.
     """
 

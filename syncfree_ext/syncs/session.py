@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from types import TracebackType
 
 import torch
@@ -45,10 +46,10 @@ class find_syncs:  # noqa: N801 (used like a function)
         steps: steps that are measured, at least 1.
         probe_ms: queue work for so many milliseconds before each step, so that every wait shows even if the GPU would
             be idle; costs are then those of the backlog, and only calls and kinds are to be trusted.
-        profile: steps to run under torch.profiler after the measured ones, as a check; 0 for none.
+        profile: steps to run under torch.profiler after all others, as a check; 0 for none.
         user: folders or files whose lines count as yours although they lie in site-packages.
         slow_us: microseconds from which an op without a reason to wait is looked at.
-        done: called once the report is filled.
+        done: called once the report is filled; not if the block ends before.
         gpu: the device; None for the current CUDA device. Tests pass one of their own.
 
     Raises:
@@ -90,7 +91,9 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._steps_seen = 0
         self._own = 0.0
         self._ends: list[float] = []
-        self._alone: list[tuple[float, object]] = []  # ends of steps without the timer: the host's time, and an event
+        # Ends of steps without the timer: which step, the host's time, and an event.
+        self._alone: list[tuple[int, float, object]] = []
+        self._wants_alone = True
         self._profiled_from = 0
         self._state = "new"
 
@@ -147,6 +150,8 @@ class find_syncs:  # noqa: N801 (used like a function)
                 self._timer.stop()
         elif self._state == "alone":
             self._build_report()
+            if self._profile:
+                self.report.notes.append("The block ended before its steps under the profiler.")
         elif self._state == "profiling":
             self._finish_profile()
         elif self._state == "warmup":
@@ -189,7 +194,14 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._timer.start()
 
     def _restart(self) -> None:
-        """The script marks its steps itself: what the optimizer's steps counted until now does not count."""
+        """The script marks its steps itself: what the optimizer's steps counted until now does not count.
+
+        What has been measured by then stays, but steps of another length do not tell what it takes alone.
+        """
+        if self._state in ("alone", "profiling", "ended"):
+            self._alone.clear()
+            self._wants_alone = False
+            return
         self._steps_seen = 0
         if self._state == "measuring" and self._warmup:
             self._timer.stop()
@@ -197,7 +209,6 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._listening.close()
             self._state = "warmup"
         self._ends = self._ends[:1]
-        self._alone.clear()
 
     def _queue_backlog(self) -> None:
         if self._probe and self._gpu is not None:
@@ -219,16 +230,16 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._timer.new_step()
             if len(self._ends) > self._steps:
                 self._stop_timer()
-                if self._gpu is not None and not self._probe and not self._mode_is_on:
-                    self._state = "alone"
-                else:
-                    self._go_on()
+                self._state = "alone"
+                # Not with a mode of the script on top of the timer's, which stays as long.
+                self._wants_alone = self._gpu is not None and not self._probe and not self._mode_is_on
+                self._go_on_unless_more()
             else:
                 self._queue_backlog()
-        elif self._state == "alone" and self._gpu is not None:
-            self._alone.append((self._now(), None if self._gpu.capturing() else self._gpu.record()))
-            if len(self._alone) == _ALONE:
-                self._go_on()
+        elif self._state == "alone":
+            if self._gpu is not None and self._wants_alone and not self._gpu.capturing():
+                self._alone.append((self._steps_seen, self._now(), self._gpu.record()))
+            self._go_on_unless_more()
         elif self._state == "profiling" and self._steps_seen >= self._profiled_from + self._profile:
             self._finish_profile()
             self._end()
@@ -239,8 +250,11 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._measuring.close()
         self._leave_mode()
 
-    def _go_on(self) -> None:
-        """Fills the report; then come steps under the profiler, or none."""
+    def _go_on_unless_more(self) -> None:
+        """Fills the report, unless steps alone are still wanted; then come steps under the profiler, or none."""
+        capturing = self._gpu is not None and self._gpu.capturing()  # where nobody may wait for the GPU
+        if capturing or (self._wants_alone and len(self._alone) < _ALONE):
+            return
         self._build_report()
         if self._profile:
             self._state = "profiling"
@@ -250,13 +264,13 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._end()
 
     def _seconds_alone(self) -> float | None:
-        """What a step takes without the timer: the host or the GPU, whichever takes longer. The GPU must be done."""
-        marks = [(time, event) for time, event in self._alone if event is not None]
-        if len(marks) < 2 or self._gpu is None:
+        """The shortest step without the timer, by the host or the GPU, whichever takes longer. The GPU must be done."""
+        if self._gpu is None:
             return None
-        (host_first, first), (host_last, last) = marks[0], marks[-1]
-        gpu_first, gpu_last = self._gpu.resolve([first, last])
-        return max(host_last - host_first, gpu_last - gpu_first) / (len(marks) - 1)
+        ends = self._gpu.resolve([event for _, _, event in self._alone])
+        marks = [(step, host, gpu) for (step, host, _), gpu in zip(self._alone, ends, strict=True)]
+        lengths = [max(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(marks) if b[0] == a[0] + 1]
+        return min(lengths, default=None)
 
     def _build_report(self) -> None:
         if self._gpu is None:

@@ -76,10 +76,10 @@ def remarks(report: Report) -> list[str]:
     elif report.steps and report.rows:
         lines.append(f"The model behind these figures is {100 * report.model_error:+.1f} % off the measured time.")
         if report.own_ms > 0.01 * report.step_ms:
-            alone = f", which takes {report.alone_ms:.2f} ms" if report.alone_ms else ""
+            alone = f" One took {report.alone_ms:.2f} ms." if report.alone_ms else ""
             lines.append(
                 f"Measuring takes {report.own_ms:.2f} ms of the {report.step_ms:.2f} ms; costs are those of a step "
-                f"without it{alone}."
+                f"without it.{alone}"
             )
     if report.truth is not None:
         truth = report.truth
