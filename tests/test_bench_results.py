@@ -49,6 +49,15 @@ def test_merge_keeps_the_later_record_unless_it_is_a_skip() -> None:
         results.merge([old, result(record("torch"), name="Other GPU")])
 
 
+def test_merge_drops_environments_that_no_record_was_measured_in() -> None:
+    old = result(record("torch", environment="Test GPU"), record("liger", environment="Test GPU"))
+    new = result(record("torch", environment="newer"))
+    new["environments"] = {"newer": new["environments"]["Test GPU"]}
+    assert set(results.merge([old, new])["environments"]) == {"Test GPU", "newer"}
+    old["records"] = old["records"][:1]
+    assert set(results.merge([old, new])["environments"]) == {"newer"}
+
+
 def test_result_files_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "a" / "r.json"
     results.write(path, result(record("torch", train_ms=ms(1.23456789))))
