@@ -55,6 +55,29 @@ def test_top_mode() -> None:
     assert internals.top_mode() is None
 
 
+def test_ops_are_called_without_what_lies_around_them() -> None:
+    add, x = torch.ops.aten.add.Tensor, torch.ones(3)
+    call = internals.call_of(add)
+    assert call is add._op
+    assert torch.equal(call(x, x, alpha=2), torch.full((3,), 3.0))
+    for other in (torch.ops.higher_order.cond, len):
+        assert internals.call_of(other) is other
+
+
+@pytest.mark.cuda
+def test_events_are_recorded_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own code, while the class has another `record`."""
+    event, stream = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream()
+    monkeypatch.setattr(torch.cuda.Event, "record", None)
+    assert internals.record is not torch.cuda.Event.record
+    internals.record(event, stream)
+    event.synchronize()
+    later = torch.cuda.Event(enable_timing=True)
+    internals.record(later, stream)
+    later.synchronize()
+    assert event.elapsed_time(later) >= 0
+
+
 def test_constructors_flag_is_restored() -> None:
     before = torch._C._only_lift_cpu_tensors()
     with internals.visible_constructors():

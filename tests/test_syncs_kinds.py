@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncfree_ext.syncs import Kind
-from syncfree_ext.syncs.kinds import Counts, kind_of_unknown, rule_of
+from syncfree_ext.syncs.kinds import _VIEWS, Counts, is_view, kind_of_unknown, rule_of
 from syncfree_ext.syncs.timer import engine_of
 
 aten = torch.ops.aten
@@ -122,3 +123,50 @@ def test_pinned_memory() -> None:
 )
 def test_the_engine_of_a_copy(op: Any, args: tuple[Any, ...], out: torch.Tensor, engine: str | None) -> None:
     assert engine_of(op, args, out, "meta") == engine
+
+
+VIEWS = {
+    "_reshape_alias": lambda x: aten._reshape_alias(x, [4, 2], [2, 1]),
+    "_unsafe_view": lambda x: aten._unsafe_view(x, [4, 2]),
+    "alias": aten.alias,
+    "as_strided": lambda x: aten.as_strided(x, [2], [1]),
+    "detach": aten.detach,
+    "diagonal": aten.diagonal,
+    "expand": lambda x: aten.expand(x, [3, 2, 4]),
+    "permute": lambda x: aten.permute(x, [1, 0]),
+    "select": lambda x: aten.select(x, 0, 0),
+    "slice": lambda x: aten.slice(x, 1, 0, 2),
+    "split": lambda x: aten.split(x, 1),
+    "split_with_sizes": lambda x: aten.split_with_sizes(x, [1, 3], 1),
+    "squeeze": aten.squeeze,
+    "t": aten.t,
+    "transpose": lambda x: aten.transpose(x, 0, 1),
+    "unbind": aten.unbind,
+    "unfold": lambda x: aten.unfold(x, 1, 2, 2),
+    "unsqueeze": lambda x: aten.unsqueeze(x, 0),
+    "view": lambda x: aten.view(x, [8]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(_VIEWS))
+def test_views_are_views(name: str) -> None:
+    """Each shares its argument's memory, so there was nothing to compute; and it is the op itself that a mode sees."""
+    seen: list[Any] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.arange(8.0).view(2, 4)
+    with Sees():
+        out = VIEWS[name.removeprefix("aten::")](x)
+    assert [op._schema.name for op in seen] == [name]
+    assert is_view(seen[0])
+    outs = out if isinstance(out, (tuple, list)) else [out]
+    assert {t.untyped_storage().data_ptr() for t in outs} == {x.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("op", [aten.add.Tensor, aten.clone.default, aten.slice_backward.default, len])
+def test_others_are_no_views(op: Any) -> None:
+    assert not is_view(op)

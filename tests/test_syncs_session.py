@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -362,6 +363,42 @@ def test_events_go_to_the_current_stream() -> None:
     assert gpu.stream() == torch.cuda.current_stream().stream_id
     assert not gpu.record().query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+def test_events_that_were_made_beforehand() -> None:
+    """They are used up, then others are made; each has its own time, in the stream that is current."""
+    gpu, side = CudaGpu(), torch.cuda.Stream()
+    gpu.prepare(2)
+    prepared = set(map(id, gpu._ready))
+    gpu.calibrate()  # uses them: more than there are
+    gpu.prepare(2)
+    prepared = set(map(id, gpu._ready))
+    first, number = gpu.mark()
+    assert number == torch.cuda.current_stream().stream_id
+    with torch.cuda.stream(side):
+        second, other = gpu.mark()
+    third, again = gpu.mark()
+    assert (other, again) == (side.stream_id, number)
+    assert {id(first), id(second)} == prepared
+    assert id(third) not in prepared
+    torch.cuda.synchronize()
+    gpu.calibrate()
+    times = gpu.resolve([first, second, third])
+    assert all(abs(b - a) < 1 for a, b in pairwise(times))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_events_of_another_device() -> None:
+    """One that was made for a device cannot be recorded on another."""
+    gpu = CudaGpu()
+    gpu.prepare(3)
+    with torch.cuda.device(1):
+        gpu.mark()[0].synchronize()
+        assert len(gpu._ready) == 3
+    gpu.mark()[0].synchronize()
+    assert len(gpu._ready) == 2
 
 
 @pytest.mark.cuda

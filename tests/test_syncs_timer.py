@@ -413,6 +413,84 @@ def test_links_are_noted_while_the_timer_runs() -> None:
     assert [(entry.stream, entry.link) for entry in timer.entries] == [(0, (event, False)), (5, (event, True))]
 
 
+def test_a_view_gets_no_event() -> None:
+    """It is on the host's clock, in the stream of the op before, and takes the GPU nothing, however late that is."""
+    gpu = FakeGpu()
+    timer = Timer(gpu, Frames())
+    x = torch.ones(2, 3)
+    with Card(gpu, default=1e-3), timer:
+        timer.start()
+        x + 1
+        x.t()
+        x + 1
+        gpu.host(5e-3)
+        x.view(3, 2)
+        timer.stop()
+    first, view, second, late = timer.entries
+    assert [entry.after is None for entry in timer.entries] == [False, True, False, True]
+    assert view.like is None
+    assert view.end - view.start == pytest.approx(10e-6)
+    timed = resolve_events(timer.entries, gpu)
+    assert [t.upper for t in timed] == pytest.approx([1.01e-3, 0.0, 1e-3, 0.0], abs=1e-9)
+    assert timed[1].after == pytest.approx(first.after)
+    assert timed[3].after == pytest.approx(second.after)
+    assert late.start > second.after
+
+
+def test_a_slow_view_is_looked_at() -> None:
+    class Stalls(Card):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.gpu.host(2e-3)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    gpu, x = FakeGpu(), torch.ones(2, 3)
+    with Stalls(gpu), find_syncs(warmup=1, steps=2, gpu=gpu) as report:
+        for _ in range(4):
+            x.t()
+            step()
+            here = line() - 2
+    ((op, calls, where),) = [(op.op, op.calls, op.where) for op in report.slow]
+    assert (op, calls, where.rpartition(":")[2]) == ("aten::t", 1.0, str(here))
+    assert report.rows == []
+
+
+def test_forward_lines_of_views() -> None:
+    """What waits in the backward of a view, such as an allocation, is found where the view was made."""
+
+    class Stops(Card):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::slice_backward":
+                self.gpu.drain()
+                self.gpu.host(10e-6)
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    gpu, x = FakeGpu(), torch.ones(2, 3, requires_grad=True)
+    with Stops(gpu), find_syncs(warmup=1, steps=4, gpu=gpu) as report:
+        for _ in range(6):
+            y = x.exp().t()
+            y = y[1:]
+            sliced = line() - 1
+            y = y.sin()
+            for _ in range(30):
+                torch.ones(3).exp()
+            y.sum().backward()
+            step()
+    assert [(row.line, row.node) for row in report.rows] == [(sliced, "SliceBackward0")]
+
+
+def test_events_are_made_beforehand() -> None:
+    """As many as the ops of a step need which are no views, and some more: for all measured steps."""
+    gpu, x = FakeGpu(), torch.ones(2, 3)
+    with Card(gpu), find_syncs(warmup=3, steps=4, gpu=gpu):
+        for index in range(9):
+            for _ in range(40 if index == 0 else 8):  # the first step is no measure
+                x.t() + 1
+            x.sum().item()
+            step()
+    assert gpu.prepared == 10 * 4 * 5 // 4
+
+
 def test_a_loop_that_copies_beside_its_work() -> None:
     """Through the whole finder: the copy of another stream is no work of the first, and hides no wait."""
     stream = 0

@@ -75,7 +75,7 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
     """The entries in the order of the host, with times for events.
 
     An entry without an event before takes the last one of its stream, or what that waits for: an event of another
-    stream, or its copy engine, which serves copies in the order in which they are over.
+    stream, or its copy engine, which serves copies in the order in which they are over. A view takes the GPU nothing.
     """
     entries = sorted(entries, key=lambda entry: entry.start)
     events = [event for entry in entries for event in (entry.before, entry.after) if event is not None]
@@ -95,6 +95,8 @@ def resolve_events(entries: Sequence[Entry], gpu: Gpu) -> list[Timed]:
                 done[entry.stream] = before = max(before, recorded.get(link[0], first))
             else:
                 recorded[link[0]] = max(before, entry.start)
+            after = before
+        elif entry.after is None:
             after = before
         else:
             after = next(times)

@@ -35,6 +35,12 @@ class Gpu(Protocol):
     def stream(self) -> int:
         """Which stream is the current one."""
 
+    def mark(self) -> tuple[Any, int]:
+        """Both: an event in the current stream, and which one that is."""
+
+    def prepare(self, events: int) -> None:
+        """Makes so many events beforehand, which takes longer than recording one. Before a calibration."""
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph, where events must not be recorded."""
 
@@ -69,8 +75,8 @@ _MAX_RECORDING = 50e-6
 # Of a copy that tells how fast copies are: 0.2 ms, of which the launch is a small part.
 _COPIED = 1 << 23
 
-# While the timer listens, events that the script records are seen (explicit.py). These are its own.
-_record = torch.cuda.Event.record
+# More events than this are made when they are needed.
+_MOST_PREPARED = 1 << 16
 
 
 class Anchor(NamedTuple):
@@ -91,26 +97,44 @@ class CudaGpu:
         self.capturing = torch.cuda.is_current_stream_capturing
         self._anchors: list[Anchor] = []
         self._recordings: list[float] = []
-        self._streams: dict[Any, torch.cuda.Stream] = {}
+        self._streams: dict[Any, tuple[torch.cuda.Stream, int]] = {}
+        self._device: int | None = None  # of the events that are ready
+        self._ready: list[torch.cuda.Event] = []
         self._load: tuple[torch.Tensor, torch.Tensor, float] | None = None
         self._rates: dict[str, float | None] = {}
 
     def record(self) -> torch.cuda.Event:
         """An event with a time stamp, in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        _record(event, self._current())
-        return event
+        return self.mark()[0]
 
     def stream(self) -> int:
         """The number of the current stream."""
-        return int(self._current().stream_id)
+        return self._current(torch.cuda.current_device())[1]
 
-    def _current(self) -> torch.cuda.Stream:
-        """The current stream, of which torch would make a new object at each op."""
-        key = internals.stream_key(torch.cuda.current_device())
+    def mark(self) -> tuple[torch.cuda.Event, int]:
+        """An event with a time stamp, and the number of the current stream, into which it goes."""
+        device = torch.cuda.current_device()
+        stream, number = self._current(device)
+        ready = self._ready
+        event = ready.pop() if ready and device == self._device else torch.cuda.Event(enable_timing=True)
+        internals.record(event, stream)
+        return event, number
+
+    def prepare(self, events: int) -> None:
+        """Makes so many events of the current device. The driver makes its own when one is recorded first."""
+        self._device = torch.cuda.current_device()
+        stream = torch.cuda.current_stream()
+        self._ready = [torch.cuda.Event(enable_timing=True) for _ in range(min(events, _MOST_PREPARED))]
+        for event in self._ready:
+            internals.record(event, stream)
+
+    def _current(self, device: int) -> tuple[torch.cuda.Stream, int]:
+        """The current stream of a device, of which torch would make a new object at each op, and its number."""
+        key = internals.stream_key(device)
         found = self._streams.get(key)
         if found is None:
-            found = self._streams[key] = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(device)
+            found = self._streams[key] = stream, int(stream.stream_id)
         return found
 
     def calibrate(self) -> None:

@@ -6,6 +6,8 @@
 | `torch._C._current_autograd_node` | the node that runs in backward | no node, no forward line |
 | `torch.autograd._get_sequence_nr`, `Node._sequence_nr` | the forward line of a node | no forward line |
 | `torch._C._cuda_getCurrentStream` | which stream is current, at each op | the stream's object tells, more slowly |
+| `record` of the base of `torch.cuda.Event` | an event at each op | that of the class, more slowly |
+| `OpOverload._op` | an op is called at once | a function of Python's around it, more slowly |
 | `torch._C._set_only_lift_cpu_tensors` | the copy in torch.tensor(data, device="cuda") | its line, not its time |
 | the text of the sync-debug warning | the detector | it finds nothing |
 
@@ -24,9 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 __all__ = [
     "SYNC_WARNING",
     "DispatchMode",
+    "call_of",
     "current_node",
     "node_name",
     "node_sequence",
+    "record",
     "sequence_number",
     "stream_key",
     "top_mode",
@@ -74,6 +78,15 @@ def _slow_stream_key(device: int) -> Any:
 
 # What tells the current stream of a device from its others.
 stream_key: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentStream", _slow_stream_key)
+
+
+# Puts an event into a stream. While the timer listens, a script's own Event.record is another (explicit.py).
+record: Callable[[Any, Any], None] = getattr(torch.cuda.Event.__base__, "record", torch.cuda.Event.record)
+
+
+def call_of(op: Any) -> Callable[..., Any]:
+    """What to call for an op: itself, or what it would call in turn."""
+    return getattr(op, "_op", op) if type(op) is torch._ops.OpOverload else op
 
 
 def node_name(node: Any) -> str:

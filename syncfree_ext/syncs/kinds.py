@@ -201,6 +201,22 @@ _RULES: Mapping[str, Rule] = {
 }
 
 
+# Ops that make a view, which gives the GPU nothing to do. Half of the ops of a training step are such.
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select",
+        "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    )
+)  # fmt: skip
+
+
+def is_view(op: Any) -> bool:
+    """Whether an op overload only makes views of its arguments."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and schema.name in _VIEWS
+
+
 def rule_of(op: Any) -> Rule | None:
     """The rule of an op overload; None for one that has no reason to wait."""
     schema = getattr(op, "_schema", None)

@@ -168,6 +168,11 @@ class find_syncs:  # noqa: N801 (used like a function)
             with self._timer.untimed(), allow_sync("find_syncs ties the GPU's clock to the host's"):
                 self._gpu.calibrate()
 
+    def _prepare(self) -> None:
+        """Makes the events of the measured steps, and some more: a wait gets two."""
+        if self._gpu is not None:
+            self._gpu.prepare(self._timer.passed * self._steps * 5 // 4)
+
     def _pinned(self, engine: str, size: int) -> float | None:
         """What a copy of that many bytes takes from or to pinned memory."""
         if self._gpu is None:
@@ -221,8 +226,10 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._leave_mode()
         if self._state == "warmup":
             if self._steps_seen == max(1, self._warmup - 1):
+                self._prepare()
                 self._calibrate()
                 self._queue_backlog()  # the first one measures how much work that is
+            self._timer.new_step()
             if self._steps_seen >= self._warmup:
                 self._start()
         elif self._state == "measuring":

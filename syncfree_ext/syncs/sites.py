@@ -173,9 +173,14 @@ class Frames:
 
     def innermost(self, frame: FrameType | None) -> Mark | None:
         """The innermost frame outside torch, the user's or a library's."""
+        classes = self._classes
         while frame is not None:
-            if self.class_of(frame.f_code) in (LIBRARY, USER):
-                return Mark(frame.f_code, frame.f_lasti)
+            code = frame.f_code
+            kind = classes.get(code)
+            if kind is None:
+                kind = self.class_of(code)
+            if kind in (USER, LIBRARY):
+                return Mark(code, frame.f_lasti)
             frame = frame.f_back
         return None
 

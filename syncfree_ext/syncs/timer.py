@@ -1,9 +1,9 @@
 """The timer: how long each op and each explicit wait kept the host, and when the GPU reached each of them.
 
 A dispatch mode sees every op of the thread and of the autograd workers that it starts. Around each it reads the host's
-clock, and after each it records an event; ops that wait by their nature (kinds.py) get an event before as well, which
-also covers work that no op launched (a graph replay, a Triton kernel). Nothing is asked of the GPU in a step. Later,
-with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
+clock, and after each but a view it records an event; ops that wait by their nature (kinds.py) get an event before as
+well, which also covers work that no op launched (a graph replay, a Triton kernel). Nothing is asked of the GPU in a
+step. Later, with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
 
 - the GPU had work when the op began, and the op returned as soon as it was done: the host **waited**;
 - the GPU had none, or has some left, or was done long before: the op was **slow** by itself (a first call, an
@@ -21,17 +21,17 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import internals
 from .gpu import Gpu
-from .kinds import Counts, Hint, Kind, Rule, kind_of_unknown, rule_of
+from .kinds import Counts, Hint, Kind, Rule, is_view, kind_of_unknown, rule_of
 from .sites import Frames, Mark, Stack
 
 SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no interest
@@ -40,8 +40,6 @@ SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no i
 Like = tuple[Any, int, bool]
 # Of a list of tensors, which may be a model's parameters, so many count.
 _COUNTED = 8
-
-_UNSEEN: Any = object()
 
 
 @dataclass
@@ -66,8 +64,9 @@ class Entry:
     `engine` is the copy engine that it needs: "to host", "to device", or None; `copied` is how many bytes of tensors
     then. `target` is what a wait is for, if that is not its stream: another one ("stream", number), an event, or all of
     the GPU ("all", None). With a `link` it is neither an op nor a wait of the host, and has no events of its own: the
-    stream recorded an event (False) or waits for it (True). Events are kept until the end, or another one could take
-    their identity. What lies between `entered` and `start`, and between `end` and `left`, is the timer's own time.
+    stream recorded an event (False) or waits for it (True). A view has no events either. Events are kept until the end,
+    or another one could take their identity. What lies between `entered` and `start`, and between `end` and `left`, is
+    the timer's own time.
     """
 
     start: float
@@ -85,13 +84,25 @@ class Entry:
     copied: int = 0
 
 
+class _Op(NamedTuple):
+    """What the timer knows of an op overload."""
+
+    func: Any  # kept, or another one could take its identity
+    call: Callable[..., Any]
+    rule: Rule | None
+    view: bool
+    copies: bool
+    puts: bool  # x[index] = value
+
+
 @dataclass(slots=True)
 class _Thread:
     """What the timer remembers of one thread."""
 
     sequence: int = 0
-    lines: dict[int, tuple[str, Mark | None]] = field(default_factory=dict)
+    lines: dict[int, tuple[Any, Mark | None]] = field(default_factory=dict)  # the op, and where it was called
     depth: int = 0  # of explicit waits: the ops inside belong to them
+    stream: int = 0  # of the last op
 
 
 def _bare(name: str) -> str:
@@ -162,8 +173,9 @@ class Timer(internals.DispatchMode):
         self.entries: list[Entry] = []
         self._owner = threading.get_ident()
         self._threads: dict[int, _Thread] = {}
-        self._rules: dict[Any, Rule | None] = {}
+        self._known: dict[int, _Op] = {}  # by identity: an op's own hash is a function of Python's
         self._allocations = 0
+        self._passed = 0
 
     def start(self) -> None:
         """Begins to record."""
@@ -177,8 +189,14 @@ class Timer(internals.DispatchMode):
 
     def new_step(self) -> None:
         """Forgets forward lines: the graphs of the last step are gone."""
+        self._passed = 0
         for thread in self._threads.values():
             thread.lines.clear()
+
+    @property
+    def passed(self) -> int:
+        """How many ops that would get an event were passed on in this step."""
+        return self._passed
 
     def _thread(self) -> _Thread:
         ident = threading.get_ident()
@@ -191,44 +209,56 @@ class Timer(internals.DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         gpu = self.gpu
+        op = self._known.get(id(func)) or self._learn(func)
+        call, rule = op.call, op.rule
         if not self.active or gpu is None or gpu.capturing():
-            return func(*args, **kwargs) if kwargs else func(*args)
+            self._passed += not op.view
+            return call(*args, **kwargs) if kwargs else call(*args)
         entered = gpu.now()
         thread = self._thread()
         if thread.depth:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        rule = self._rules.get(func, _UNSEEN)
-        if rule is _UNSEEN:
-            rule = self._rules[func] = rule_of(func)
+            return call(*args, **kwargs) if kwargs else call(*args)
         hint = before = None
         if rule is not None:
             hint = rule(args, kwargs or {}, gpu.type)
             if hint is not None:
                 before = gpu.record()
         start = gpu.now()
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = call(*args, **kwargs) if kwargs else call(*args)
         end = gpu.now()
-        after = gpu.record()
+        plain = op.view and end - start < self.slow
+        if not plain:
+            after, thread.stream = gpu.mark()
         sequence = internals.sequence_number()
         if sequence != thread.sequence:
             self._note_forward(thread, sequence, func)
-        call = None
+        if plain:
+            entry = Entry(start, end, None, None, None, None, thread.stream, None, None, None, entered)
+            self.entries.append(entry)
+            entry.left = gpu.now()
+            return out
+        described = None
         if hint is not None or end - start >= self.slow:
-            call = self._describe(func, hint, thread)
+            described = self._describe(func, hint, thread)
         like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else like_of(func, args, out)
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
-        engine = "to host" if reads else engine_of(func, args, out, gpu.type)
-        if hint is not None and hint.kind is Kind.COPY and func in _PUTS:
+        engine = "to host" if reads else engine_of(func, args, out, gpu.type) if op.copies else None
+        if hint is not None and hint.kind is Kind.COPY and op.puts:
             engine = "to device"  # of the number
-        entry = Entry(start, end, before, after, call, like, gpu.stream(), engine, entered=entered)
-        if engine is not None and func in _COPIES:
+        entry = Entry(start, end, before, after, described, like, thread.stream, engine, None, None, entered)
+        if engine is not None and op.copies:
             entry.copied = _bytes_copied(func, args, out)
         self.entries.append(entry)
         entry.left = gpu.now()
         return out
 
+    def _learn(self, func: Any) -> _Op:
+        op = _Op(func, internals.call_of(func), rule_of(func), is_view(func), func in _COPIES, func in _PUTS)
+        self._known[id(func)] = op
+        return op
+
     def _note_forward(self, thread: _Thread, sequence: int, func: Any) -> None:
-        line = (_op_name(func), self.frames.innermost(sys._getframe(2)))
+        line = (func, self.frames.innermost(sys._getframe(2)))
         for number in range(max(thread.sequence, sequence - 16), sequence):
             thread.lines[number] = line
         thread.sequence = sequence
@@ -254,15 +284,15 @@ class Timer(internals.DispatchMode):
         call.node = internals.node_name(node)
         number = internals.node_sequence(node)
         for lines in (thread.lines, self._owner_lines()):
-            op, line = lines.get(-1 if number is None else number, ("", None))
+            op, line = lines.get(-1 if number is None else number, (None, None))
             # Another thread's nodes can have the same number: only a line whose op fits the node is believed. The node
             # of a torch.autograd.Function fits no op, and has its own frames in backward.
-            if line is not None and _bare(op) == _bare(call.node):
+            if line is not None and _bare(_op_name(op)) == _bare(call.node):
                 call.forward = line
                 break
         call.caller = self.frames.capture(sys._current_frames().get(self._owner), into_backward=True)
 
-    def _owner_lines(self) -> Mapping[int, tuple[str, Mark | None]]:
+    def _owner_lines(self) -> Mapping[int, tuple[Any, Mark | None]]:
         owner = self._threads.get(self._owner)
         return owner.lines if owner is not None else {}
 
@@ -293,7 +323,7 @@ class Timer(internals.DispatchMode):
             self._place_in_backward(call, thread)
             if hint.kind is Kind.ALLOCATOR:
                 self._allocations = gpu.allocations()
-            target, after, stream = _target_of(name, subject), gpu.record(), gpu.stream()
+            target, (after, stream) = _target_of(name, subject), gpu.mark()
             entry = Entry(start, end, before, after, call, stream=stream, target=target, entered=entered)
             self.entries.append(entry)
             entry.left = gpu.now()
