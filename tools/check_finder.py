@@ -3,13 +3,13 @@
 
     python tools/check_finder.py all --json finder.json --svg docs/sync_finder.svg
     python tools/check_finder.py cases --only 'c0*,f01_train'
-    python tools/check_finder.py ranking --only waiting_loop --seconds 30
+    python tools/check_finder.py ranking --only large --seconds 90
 
 | part | what it does | fails if |
 |---|---|---|
 | cases | runs tests/sync_cases, and those that never wait for 200 steps | most runs miss a mark, or a row has no mark |
 | overhead | times a step without and with the detector and the timer | a step that the GPU bounds is over the bars |
-| ranking | removes each wait of three loops, and leaves each alone | costs have another order than predicted |
+| ranking | removes each wait of a loop in two sizes, and leaves each alone | costs have another order than predicted |
 | trainers | runs Trainer and SFTTrainer with the stock loss and with ours | a row names us, or the losses differ |
 
 What is timed runs in rounds, until the time is up, and only times of the same round are compared: a host whose speed
@@ -56,6 +56,7 @@ import sync_case  # type: ignore[import-not-found]  # noqa: E402
 import syncfree_ext  # noqa: E402
 from syncfree_ext.syncs import Row, SyncWarning, collect, no_sync, runner, sites, table  # noqa: E402
 
+EXAMPLE = ROOT / "examples" / "sync_free_loop.py"
 BARS = {"detector": 0.02, "timer": 0.10}  # of a step that the GPU bounds
 STEPS = {"gpu_bound": 12, "host_bound": 16}  # timed at once
 QUIET = 0.05  # a larger change of the same work is noted
@@ -285,12 +286,15 @@ def check_ranking(name: str, seconds: float, machine: loops.Machine, check: Chec
 
 
 def draw(path: Path, machine: loops.Machine) -> None:
-    """The finder's report of waiting_loop as the command line makes it: its picture, and its JSON beside it."""
-    report = runner.run(str(ROOT / "examples" / "waiting_loop.py"), [], warmup=3, steps=5, gpu=machine.gpu).report
+    """The report of the example as the command line makes it: its picture, and its JSON beside it."""
+    arguments = ["--step", "0", "--rounds", "1"]
+    # Its own first five steps end with a wait.
+    report = runner.run(str(EXAMPLE), arguments, warmup=6, steps=5, gpu=machine.gpu).report
     report.device = machine.name
     for row in report.rows:
         row.file = f"examples/{Path(row.file).name}"  # wherever it was run
-    path.write_text(table.svg(report, title="syncfree syncs examples/waiting_loop.py"), encoding="utf-8")
+    title = f"syncfree syncs --warmup 6 examples/{EXAMPLE.name} {' '.join(arguments)}"
+    path.write_text(table.svg(report, title=title), encoding="utf-8")
     report.to_json(path.with_suffix(".json"))
 
 
@@ -377,7 +381,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="about how long each part repeats what it measures")] = 60.0,
     only: Annotated[str, typer.Option(help="names or patterns, separated by commas (default: all)")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="file for the numbers, as JSON")] = None,
-    svg: Annotated[Path | None, typer.Option(help="picture of waiting_loop's report, beside its JSON")] = None,
+    svg: Annotated[Path | None, typer.Option(help="picture of the example's report, beside its JSON")] = None,
 ) -> None:
     """Run one part, or all of them, in this process."""
     parts = chosen(part, only)
@@ -391,7 +395,7 @@ def main(
         for index, item in enumerate(items):
             left = seconds - (time.monotonic() - begin)
             try:
-                if svg is not None and item == "waiting_loop":
+                if svg is not None and item == "large":
                     draw(svg, machine)
                 PARTS[name](item, left / (len(items) - index), machine, check)
             except Exception as error:

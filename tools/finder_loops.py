@@ -1,5 +1,5 @@
-"""The training loops that tools/check_finder.py runs: a step of a chosen length, the examples without some of their
-waits, and trainers of transformers and TRL. Times are milliseconds of a step. On the CPU, for tests, sizes are tiny.
+"""The training loops that tools/check_finder.py runs: a step of a chosen length, an example without some of its waits,
+and trainers of transformers and TRL. Times are milliseconds of a step. On the CPU, for tests, sizes are tiny.
 """  # noqa: D205
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sync_free_loop
 import torch
 import waiting_loop
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from syncfree_ext.syncs import Report, find_syncs
 
@@ -101,30 +100,6 @@ class Loop(NamedTuple):
     step_ms: Callable[[Collection[str]], float]  # the mean step without some of them, over 8 steps or more
 
 
-def waiting(machine: Machine) -> Loop:
-    """examples/waiting_loop.py."""
-    waits = {
-        "batch": ("].to(device, non_blocking=not waits)",),
-        "scale": ("torch.tensor(0.5, device=device)",),
-        "mask": ("losses[counted].mean()",),
-        "nan": ("elif torch.isnan(loss)",),
-        "norm": ("norm.item()",),
-        "loss": ("loss.item()",),
-    }
-
-    def step_ms(without: Collection[str]) -> float:
-        marks: list[Any] = []
-        hook = register_optimizer_step_post_hook(lambda *_: marks.append(machine.mark()))
-        try:
-            waiting_loop.train(11, without, machine.device)
-        finally:
-            hook.remove()
-        gc.collect()  # each call has a model of its own, of some GB with its optimizer
-        return machine.between(marks[2], marks[-1]) / (len(marks) - 3)
-
-    return Loop(waits, step_ms)
-
-
 class _Stage(sync_free_loop.Loop):
     """The loop of examples/sync_free_loop.py without any choice of its waits, whose names begin with their number."""
 
@@ -174,7 +149,6 @@ def free(machine: Machine, name: str) -> Loop:
 
 
 LOOPS: dict[str, Callable[[Machine], Loop]] = {
-    "waiting_loop": waiting,
     "small": lambda machine: free(machine, "small"),
     "large": lambda machine: free(machine, "large"),
 }
