@@ -287,7 +287,7 @@ def _scale_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
             style |= {"color": GREY, "linestyle": ":", "marker": "", "label": "three matrix products"}
         axis.plot(*zip(*line, strict=True), **style)
     axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.05 * max(r["tflops"] for r in records))  # the highest mark is whole
     axis.set_xticks(sorted({r["BT"] for r in records}))
     axis.xaxis.set_major_formatter(lambda v, _: f"{v / 1024:g}k" if v >= 1024 else f"{v:g}")
     axis.set_xlabel("rows (tokens)")

@@ -90,6 +90,11 @@ def faults(figure: Any) -> list[str]:
             marker = Bbox.from_extents(x - r, y - r, x + r, y + r)
             found += [f"{name} lies on a marker" for name, box in inside if box.overlaps(marker)]
         for line in axis.get_lines():
+            if line.get_marker() not in ("", "None"):
+                r = line.get_markersize() / 2 * figure.dpi / 72
+                for x, y in axis.transData.transform(line.get_xydata()):
+                    if not is_in(Bbox.from_extents(x - r, y - r, x + r, y + r), frame):
+                        found.append(f"a mark of {line.get_label()} is cut")
             if line.get_transform() == axis.get_xaxis_transform():  # a vertical line through the plot
                 x, _ = axis.transData.transform((line.get_xdata()[0], 0))
                 found += [f"{name} lies on a line" for name, box in inside if box.x0 < x < box.x1]
