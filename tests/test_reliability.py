@@ -394,6 +394,11 @@ def test_reports_of_compute_sanitizer() -> None:
     assert summary.judge("initcheck-plain", 1, 3, only_other).verdict == "FAILED"
     assert summary.judge("initcheck-plain", 124, 3, "").verdict == "TIMEOUT"
     assert summary.judge("racecheck-plain", 0, 3, RACECHECK).ours == 1
+    # Behind what pytest says of its progress.
+    part = summary.judge("initcheck-plain", 0, 3, "..s." + INITCHECK.format(kernel="scale_kernel"), no_stores=True)
+    assert (part.ours, part.stored, part.unknown, part.verdict) == (0, 1, 0, "ok")
+    part = summary.judge("memcheck-plain", 0, 3, MEMCHECK.format(total=2).replace("========= Invalid", ".x========= Invalid"))
+    assert (part.ours, part.other, part.unknown) == (1, 1, 0)
     clean = "========= COMPUTE-SANITIZER\nall checks passed\n========= ERROR SUMMARY: 0 errors\n"
     assert summary.judge("memcheck-kernels", 0, 3, clean).verdict == "ok"
     assert summary.judge("memcheck-kernels", 0, 3, "no device\n").verdict == "FAILED", "the tool did not run"
@@ -423,6 +428,8 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (PROBE, "initcheck-plain", "fused_targets_kernel", "ok"),
         (PROBE, "initcheck-plain", "scale_kernel", "ok"),
+        (PROBE, "initcheck-fuzz", "add_targets_kernel", "ok"),
+        (PROBE, "initcheck-fuzz", "cast_rows_kernel", "ok"),
         (PROBE, "initcheck-plain", "fused_gather_kernel", "FOUND"),  # reads what other kernels have written
         (PROBE, "initcheck-plain", "prescale_kernel", "FOUND"),
         (PROBE, "initcheck-kernels", "scale_kernel", "FOUND"),  # there are no products

@@ -23,7 +23,9 @@ _NO_REPORT = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK
 _TOTAL = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:errors?|hazards? displayed)")
 _WITH_PRODUCTS = ("edges", "plain", "properties", "fuzz")
 # Kernels that read what matrix products have stored: ours by bulk tensor stores, and cuBLAS' too.
-_READ_PRODUCTS = re.compile(r"\b(?:fused_targets|bias_slices|scale|row_loss)_kernel\b")
+_READ_PRODUCTS = re.compile(r"\b(?:fused_targets|bias_slices|scale|row_loss|add_targets|cast_rows)_kernel\b")
+# What pytest prints of its progress, and does not end the line.
+_PROGRESS = re.compile(r"^[.sxXFE]+(?==========)")
 _NOT_PRINTED = re.compile(r"(\d+) (?:errors|hazards) were not printed")
 
 
@@ -55,6 +57,7 @@ def reports(text: str) -> list[str]:
     found: list[str] = []
     inside = False
     for line in text.splitlines():
+        line = _PROGRESS.sub("", line)  # noqa: PLW2901
         if not line.startswith(_PREFIX.rstrip()):
             continue
         rest = line[len(_PREFIX) :] if line.startswith(_PREFIX) else ""
