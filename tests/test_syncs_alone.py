@@ -108,7 +108,7 @@ def test_two_steps_tell_what_the_timer_takes(after: int) -> None:
         assert report.alone_ms == pytest.approx(PLAIN + ALONE, rel=1e-3)
         assert report.replay_ms == pytest.approx(PLAIN + ALONE, rel=0.02)
         assert Report.from_json(report.to_json()).alone_ms == report.alone_ms
-        assert f"without it. One took {report.alone_ms:.2f} ms." in " ".join(report.table().split())
+        assert f"without it, of which the shortest took {report.alone_ms:.2f} ms." in " ".join(report.table().split())
 
 
 def test_of_a_loop_that_the_host_bounds() -> None:

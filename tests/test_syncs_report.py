@@ -114,6 +114,13 @@ def test_table(draw: random.Random) -> None:
     assert "<svg" in table.svg(report)
 
 
+@pytest.mark.parametrize(("error", "said"), [(-4e-4, "+0.0 %"), (-6e-4, "-0.1 %"), (0.0123, "+1.2 %")])
+def test_how_far_the_model_is_off(draw: random.Random, error: float, said: str) -> None:
+    report = random_report(draw)
+    report.probe_ms, report.model_error = 0.0, error
+    assert f"The model behind these figures is {said} off" in " ".join(report.table().split())
+
+
 def test_table_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ImportError, match=r"needs rich: pip install \"syncfree_ext\[syncs\]\""):

@@ -74,12 +74,13 @@ def remarks(report: Report) -> list[str]:
             "kinds, not costs."
         )
     elif report.steps and report.rows:
-        lines.append(f"The model behind these figures is {100 * report.model_error:+.1f} % off the measured time.")
+        error = round(100 * report.model_error, 1) + 0.0  # no minus before a zero
+        lines.append(f"The model behind these figures is {error:+.1f} % off the measured time.")
         if report.own_ms > 0.01 * report.step_ms:
-            alone = f" One took {report.alone_ms:.2f} ms." if report.alone_ms else ""
+            alone = f", of which the shortest took {report.alone_ms:.2f} ms" if report.alone_ms else ""
             lines.append(
                 f"Measuring takes {report.own_ms:.2f} ms of the {report.step_ms:.2f} ms; costs are those of a step "
-                f"without it.{alone}"
+                f"without it{alone}."
             )
     if report.truth is not None:
         truth = report.truth
