@@ -397,7 +397,8 @@ def test_reports_of_compute_sanitizer() -> None:
     # Behind what pytest says of its progress.
     part = summary.judge("initcheck-plain", 0, 3, "..s." + INITCHECK.format(kernel="scale_kernel"), no_stores=True)
     assert (part.ours, part.stored, part.unknown, part.verdict) == (0, 1, 0, "ok")
-    part = summary.judge("memcheck-plain", 0, 3, MEMCHECK.format(total=2).replace("========= Invalid", ".x========= Invalid"))
+    behind = MEMCHECK.format(total=2).replace("========= Invalid", ".x========= Invalid")
+    part = summary.judge("memcheck-plain", 0, 3, behind)
     assert (part.ours, part.other, part.unknown) == (1, 1, 0)
     clean = "========= COMPUTE-SANITIZER\nall checks passed\n========= ERROR SUMMARY: 0 errors\n"
     assert summary.judge("memcheck-kernels", 0, 3, clean).verdict == "ok"

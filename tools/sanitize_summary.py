@@ -57,7 +57,7 @@ def reports(text: str) -> list[str]:
     found: list[str] = []
     inside = False
     for line in text.splitlines():
-        line = _PROGRESS.sub("", line)  # noqa: PLW2901
+        line = _PROGRESS.sub("", line)
         if not line.startswith(_PREFIX.rstrip()):
             continue
         rest = line[len(_PREFIX) :] if line.startswith(_PREFIX) else ""
