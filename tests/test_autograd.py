@@ -123,6 +123,17 @@ def test_backward_twice_accumulates(problem: Problem, upstreams: tuple[float, fl
     assert_close([leaf.grad for leaf in problem.leaves], problem.reference(sum(upstreams)))
 
 
+@LOSSES
+def test_backward_in_the_calling_thread(problem: Problem, function: Callable[..., Tensor]) -> None:
+    """Without autograd's own threads for a GPU; and forward may have run with them."""
+    with torch.autograd.set_multithreading_enabled(False):
+        (2.0 * function(problem)).backward()
+    loss = function(problem)
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+    assert_close([leaf.grad for leaf in problem.leaves], problem.reference(3.0))
+
+
 def test_one_leaf_at_a_time(problem: Problem) -> None:
     loss = problem.loss()
     gradients = [grad(loss, [leaf], 3.0, retain_graph=True)[0] for leaf in problem.leaves]

@@ -281,6 +281,24 @@ def test_routine_runs(name: str, device: torch.device, monkeypatch: pytest.Monke
     assert table.tables(ctx.store.data)
 
 
+def test_backlog_measures_what_its_variants_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog = importlib.import_module("bench.routines.backlog")
+    seen = []
+    one_call = backlog._one_call
+
+    def noted(head: Any, batch: Any, upstream: Tensor, copies: Any) -> Any:
+        seen.append((float(upstream), torch.autograd.is_multithreading_enabled()))
+        return one_call(head, batch, upstream, copies)
+
+    monkeypatch.setattr(backlog, "_one_call", noted)
+    ctx = context()
+    load("backlog").run(ctx)
+    assert set(seen) == {(1.0, True), (0.5, True), (1.0, False)}
+    assert torch.autograd.is_multithreading_enabled()
+    variants = [r["variant"] for r in ctx.store.data["records"] if r["status"] == "ok"]
+    assert variants == ["upstream 1", "upstream 0.5", "upstream 1, one thread"]
+
+
 def test_an_option_that_is_wrong_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     options = importlib.import_module("bench.routines.options")
     right = options._loss

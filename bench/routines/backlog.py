@@ -2,8 +2,9 @@
 
 A head that reads a number back waits behind that copy, and the host with it. Measured with an upstream gradient of 1,
 which lets a head leave its gradients alone, and of 0.5. `host_autograd_ms` is the backward of one multiplication of one
-number under the same conditions: what waking the engine's thread costs whatever the head does. On the CPU there is no
-copy and no stream: the times are those of the calls.
+number under the same conditions: what waking the engine's thread costs whatever the head does. With "one thread" both run
+in the thread that calls backward (`torch.autograd.set_multithreading_enabled(False)`), which wakes nobody. On the CPU there
+is no copy and no stream: the times are those of the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .common import guarded, refuse_if_wrong
 
 HELP = "Host and GPU time while a device-to-host copy drains on a side stream."
 COPY_BYTES = 2 * 2**30
-UPSTREAM = (1.0, 0.5)
+# The upstream gradient, and whether autograd may use a thread of its own for the device.
+VARIANTS = {"upstream 1": (1.0, True), "upstream 0.5": (0.5, True), "upstream 1, one thread": (1.0, False)}
 _REPEATS = 20
 _WARM_UP = 4
 
@@ -130,7 +132,7 @@ def run(ctx: Context) -> None:
         for shape in ctx.with_shapes("llama8b"):
             for data in ctx.with_data("unit"):
                 names = ctx.heads or heads.parse("few")
-                variants = {u: identity("backlog", shape, dtype, data, 0.0, f"upstream {u:g}") for u in UPSTREAM}
+                variants = {name: identity("backlog", shape, dtype, data, 0.0, name) for name in VARIANTS}
                 todo = [n for n in names if any(ctx.todo([n], **who) for who in variants.values())]
                 if not todo or ctx.is_over():
                     continue
@@ -142,12 +144,14 @@ def run(ctx: Context) -> None:
                 for name in todo:
                     if ctx.is_over():
                         break
-                    for value, who in variants.items():
+                    for variant, who in variants.items():
+                        value, threads = VARIANTS[variant]
                         upstream = torch.full((), value, device=ctx.device)
                         work = functools.partial(_measure, batch=batch, ref=ref, upstream=upstream, backlog=backlog)
-                        record = guarded(ctx, name, {**who, **sizes(shape), "copy_ms": copy_ms}, work)
+                        with torch.autograd.set_multithreading_enabled(threads):
+                            record = guarded(ctx, name, {**who, **sizes(shape), "copy_ms": copy_ms}, work)
                         if record["status"] == "ok":
-                            ctx.echo(f"  {name}, upstream {value:g}: {describe(record)}")
+                            ctx.echo(f"  {name}, {variant}: {describe(record)}")
                     batch.drop_grad()
                     release_memory(ctx.device)
 
