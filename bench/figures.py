@@ -19,7 +19,7 @@ _CAPTIONS = {
     "ragged": "Time against the share of ignored tokens.",
     "scale": "Throughput against the number of tokens.",
     "backlog": "The host while a copy to it drains.",
-    "cpu": "The same on the CPU.",
+    "cpu": "Time against peak memory on a CPU.",
 }
 
 
