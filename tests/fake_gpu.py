@@ -12,12 +12,13 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from syncfree_ext.syncs.kinds import is_view
+
 HOST = 10e-6  # of an op
 READ = 15e-6  # of a wait, beyond the queue
 PINNED = 50e9  # bytes a second
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::equal", "aten::masked_select"}
-VIEWS = {"aten::t", "aten::detach", "aten::view", "aten::expand", "aten::slice", "aten::unsqueeze", "aten::permute"}
 
 
 class FakeGpu:
@@ -97,7 +98,7 @@ class Card(TorchDispatchMode):
             self.gpu.host(READ)
         else:
             self.gpu.host(HOST)
-            if name not in VIEWS:
+            if not is_view(func):
                 self.gpu.work(self.work.get(name, self.default))
         return func(*args, **(kwargs or {}))
 

@@ -345,6 +345,15 @@ def test_picture(check: ModuleType, monkeypatch: pytest.MonkeyPatch, run: Run, m
     assert all(row["calls"] == round(row["calls"]) for row in report["rows"])  # each step is like the others
 
 
+@pytest.mark.parametrize("arguments", [("overhead",), ("ranking", "--only", "small")])
+def test_a_picture_that_nothing_draws(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    picture = tmp_path / "finder.svg"
+    status, text, _ = run(*arguments, "--svg", str(picture))
+    assert status == 2
+    assert "is not asked for" in " ".join(text.replace("│", "").split())
+    assert not picture.exists()
+
+
 def test_each_wait_is_found_in_the_waiting_loop(check: ModuleType, machine: Any) -> None:
     script = check.ROOT / "examples" / "waiting_loop.py"
     report = check.runner.run(str(script), [], warmup=3, steps=5, gpu=machine.gpu).report

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from syncfree_ext.syncs.collect import Timed, ops_that_wait, resolve_events
 from syncfree_ext.syncs.kinds import Counts, Hint, Kind
 from syncfree_ext.syncs.model import LAUNCH
 from syncfree_ext.syncs.sites import Frames
-from syncfree_ext.syncs.timer import Entry, Timer, own_time
+from syncfree_ext.syncs.timer import Call, Entry, Timer, own_time
 
 HERE = Path(__file__).name
 
@@ -364,7 +366,7 @@ def test_explicit_calls_of_another_thread_are_not_seen() -> None:
 
 def test_explicit_calls_are_wrapped_while_someone_listens() -> None:
     names = [(owner, name) for owner, name, _, _ in explicit._targets()]
-    names += [(torch.cuda.Event, "record"), (torch.cuda.Event, "wait")]
+    names += [(torch.cuda.Event, "record"), (torch.cuda.Event, "wait"), (torch.cuda.CUDAGraph, "replay")]
     originals = [(owner, name, vars(owner).get(name)) for owner, name in names]
     with fake_card() as gpu, find_syncs(warmup=0, steps=1, gpu=gpu):
         assert all(vars(owner).get(name) is not own for owner, name, own in originals)
@@ -414,8 +416,13 @@ def test_links_are_noted_while_the_timer_runs() -> None:
 
 
 def test_a_view_gets_no_event() -> None:
-    """It is on the host's clock, in the stream of the op before, and takes the GPU nothing, however late that is."""
-    gpu = FakeGpu()
+    """It is on the host's clock, in the stream of the op before, and takes the GPU nothing."""
+
+    class Beside(FakeGpu):
+        def stream(self) -> int:
+            return 3
+
+    gpu = Beside()
     timer = Timer(gpu, Frames())
     x = torch.ones(2, 3)
     with Card(gpu, default=1e-3), timer:
@@ -423,18 +430,170 @@ def test_a_view_gets_no_event() -> None:
         x + 1
         x.t()
         x + 1
-        gpu.host(5e-3)
         x.view(3, 2)
         timer.stop()
-    first, view, second, late = timer.entries
+    first, view, second, last = timer.entries
     assert [entry.after is None for entry in timer.entries] == [False, True, False, True]
-    assert view.like is None
+    assert view.like == (torch.ops.aten.t.default, 0, False)
+    assert (view.stream, last.stream) == (3, 3)
     assert view.end - view.start == pytest.approx(10e-6)
     timed = resolve_events(timer.entries, gpu)
     assert [t.upper for t in timed] == pytest.approx([1.01e-3, 0.0, 1e-3, 0.0], abs=1e-9)
     assert timed[1].after == pytest.approx(first.after)
     assert timed[3].after == pytest.approx(second.after)
-    assert late.start > second.after
+
+
+def test_a_view_with_an_event() -> None:
+    """There may have been work without an op: at first, after a while of something else, and after a replay."""
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    gpu = FakeGpu()
+    timer = Timer(gpu, Frames())
+    x = torch.ones(2, 3)
+    made: list[bool] = []
+    with Card(gpu), timer:
+        timer.start()
+        for before in (lambda: None, lambda: gpu.host(40e-6), lambda: gpu.host(60e-6), timer.unseen, lambda: None):
+            before()
+            x.t()
+            made.append(timer.entries[-1].after is not None)
+        # Such tensors may do more than make a view.
+        x.to_sparse().t()
+        made.append(timer.entries[-1].after is not None)
+        x.as_subclass(Wrapped).t()
+        made.append(timer.entries[-1].after is not None)
+        torch.ops.aten._unsafe_view.out(x, [6], out=torch.empty(6))
+        made.append(timer.entries[-1].after is not None)
+        timer.stop()
+    assert made == [True, False, True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("launch", [8e-6, 1e-3])
+@pytest.mark.parametrize("loading", [0.0, 2e-3, 4e-3])
+def test_work_without_an_op_before_a_view(loading: float, launch: float) -> None:
+    """Of a graph, whose replay takes the host next to nothing, or of a compiled region: its result is detached, and the
+    host does something else."""
+
+    def loop(gpu: FakeGpu, waits: bool) -> Iterator[None]:
+        x = torch.ones(2, 3)
+
+        def launched() -> None:
+            gpu.host(launch)
+            gpu.work(10e-3)
+
+        for _ in range(12):
+            x + 1
+            explicit._launching(launched)() if launch < 50e-6 else launched()
+            x.detach()
+            gpu.host(loading)
+            for _ in range(20):
+                x.add_(0)
+            if waits:
+                x.sum().item()
+            gpu.host(3e-3)
+            yield
+
+    gpu = FakeGpu()
+    with Card(gpu), find_syncs(warmup=3, steps=5, gpu=gpu) as report:
+        for _ in loop(gpu, True):
+            step()
+    free = FakeGpu()
+    with Card(free):
+        ends = [max(free.time, free.done) for _ in loop(free, False)]
+    saved = report.step_ms - (ends[-1] - ends[3]) / 8 * 1e3
+    (row,) = report.rows
+    assert row.saves_ms == pytest.approx(saved, abs=0.3)
+    assert saved > 2.5
+
+
+def test_what_waits_behind_work_without_an_op_and_a_view() -> None:
+    """Such as a replay, whose result is cut to size for an op that waits in its own code."""
+
+    def stops(gpu: FakeGpu) -> None:
+        gpu.drain()
+        gpu.host(15e-6)
+
+    gpu, x = FakeGpu(), torch.ones(2, 3)
+    with Behaves(gpu, stops), find_syncs(warmup=3, steps=5, gpu=gpu) as report:
+        for _ in range(12):
+            x + 1
+            gpu.host(60e-6)
+            gpu.work(5e-3)
+            y = x[:, :2].t()
+            y.neg()
+            gpu.host(1e-3)
+            step()
+    assert [(row.op, row.calls) for row in report.rows] == [("aten::neg", 1.0)]
+    assert report.slow == []
+
+
+def test_views_that_the_machine_held_up_do_not_wait() -> None:
+    """Twice until just when the GPU ran dry, of some hundred that met a busy one."""
+    gpu, x = FakeGpu(), torch.ones(2, 3)
+    late = 0.0
+
+    class Stalls(Card):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal late
+            if func._schema.name == "aten::t":
+                gpu.host(late)
+                late = 0.0
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Stalls(gpu, default=1e-3), find_syncs(warmup=3, steps=5, gpu=gpu) as report:
+        for index in range(12):
+            for _ in range(5):
+                x + 1
+            for _ in range(40):
+                x.t()
+            late = max(0.0, gpu.done - gpu.time) - 5e-6 if index in (4, 6) else 0.0
+            x.t()
+            gpu.host(6e-3)
+            step()
+    assert report.rows == []
+    assert [op.op for op in report.slow] == ["aten::t"]
+
+
+def test_views_choose_no_stream() -> None:
+    """They are counted with the op before, which may have been the only one of its stream."""
+    stream = 0
+
+    class TwoStreams(FakeGpu):
+        beside = 100.0
+
+        def stream(self) -> int:
+            return stream
+
+        def record(self) -> float:
+            return max(self.time, self.beside if stream else self.done)
+
+        def work(self, seconds: float) -> None:
+            if stream:
+                self.beside = max(self.beside, self.time) + seconds
+            else:
+                super().work(seconds)
+
+        def calibrate(self) -> None:
+            self.time = max(self.time, self.beside)
+            super().calibrate()
+
+    gpu, x = TwoStreams(), torch.ones(2, 3)
+    with Card(gpu, default=300e-6), find_syncs(warmup=3, steps=5, gpu=gpu) as report:
+        for _ in range(12):
+            stream = 1
+            x * 2
+            stream = 0
+            for _ in range(30):
+                x.t()
+            for _ in range(10):
+                y = x + 1
+            y.sum().item()
+            step()
+    (row,) = report.rows
+    assert report.replay_ms == pytest.approx(report.step_ms, rel=0.02)
+    assert row.saves_ms < 0.5
 
 
 def test_a_slow_view_is_looked_at() -> None:
@@ -479,16 +638,81 @@ def test_forward_lines_of_views() -> None:
     assert [(row.line, row.node) for row in report.rows] == [(sliced, "SliceBackward0")]
 
 
-def test_events_are_made_beforehand() -> None:
-    """As many as the ops of a step need which are no views, and some more: for all measured steps."""
-    gpu, x = FakeGpu(), torch.ones(2, 3)
-    with Card(gpu), find_syncs(warmup=3, steps=4, gpu=gpu):
-        for index in range(9):
-            for _ in range(40 if index == 0 else 8):  # the first step is no measure
+def test_a_line_of_another_op_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads number their nodes alike."""
+    timer = Timer(FakeGpu(), Frames())
+    thread, mark = timer._thread(), Frames().innermost(sys._getframe())
+    thread.lines = {5: (torch.ops.aten.cos.default, mark), 6: (torch.ops.aten.sin.default, mark)}
+    found = []
+    for number in (5, 6, 7):
+        monkeypatch.setattr(internals, "current_node", lambda: SimpleNamespace(name=lambda: "SinBackward0"))
+        monkeypatch.setattr(internals, "node_sequence", lambda _, number=number: number)
+        call = Call("aten::mul", Kind.INSIDE, "", Counts.IF_WAITED, Frames().capture(sys._getframe()))
+        timer._place_in_backward(call, thread)
+        found.append(call.forward)
+    assert found == [None, mark, None]
+
+
+@pytest.mark.parametrize(("warmup", "made"), [(1, []), (2, []), (3, [50]), (4, [50])])
+def test_events_are_made_beforehand(warmup: int, made: list[int]) -> None:
+    """As many as the ops of a step need which are no views, and some more: for all measured steps.
+
+    A step is whole where there was one before. What was made comes before a calibration, and is let go at the end.
+    """
+
+    class Asked(FakeGpu):
+        def prepare(self, events: int) -> None:
+            asked.append((events, self.calibrations))
+
+    asked: list[tuple[int, int]] = []
+    gpu, x = Asked(), torch.ones(2, 3)
+    with Card(gpu), find_syncs(warmup=warmup, steps=4, gpu=gpu):
+        for index in range(12):
+            for _ in range(40 if index == 0 else 8):
                 x.t() + 1
             x.sum().item()
             step()
-    assert gpu.prepared == 10 * 4 * 5 // 4
+        assert asked[-1] == (0, 2)
+        assert [events for events, _ in asked[:-1]] == made
+        assert all(calibrations == 0 for _, calibrations in asked[:-1])
+
+
+def test_an_op_that_is_gone_is_no_other() -> None:
+    """Ops are known by their identity, which a later one could have if they were not kept."""
+    timer = Timer(FakeGpu(), Frames())
+    with timer:
+        for index in range(50):
+            library = torch.library.Library(f"syncfree_gone{index}", "DEF")
+            library.define("f(Tensor x) -> Tensor")
+            library.impl("f", lambda x, index=index: x + index, "CPU")
+            op = getattr(torch.ops, f"syncfree_gone{index}").f.default
+            assert int(op(torch.zeros(()))) == index
+            library._destroy()
+            del op, library
+            gc.collect()
+    kept = [known.func for known in timer._known.values()]
+    assert len({id(op) for op in kept}) == len(kept) >= 50
+    assert all(known == id(op) for known, op in zip(timer._known, kept, strict=True))
+
+
+def test_ops_are_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, called = Timer(FakeGpu(), Frames()), []
+    monkeypatch.setattr(internals, "call_of", lambda op: called.append(op) or op)
+    with timer:
+        torch.ones(2).exp().exp()
+    assert called.count(torch.ops.aten.exp.default) == 1
+
+
+def test_who_listens_is_told_of_replays() -> None:
+    told: list[int] = []
+    replay = explicit._launching(lambda graph: told.append(graph) or "result")
+    with (
+        explicit.listening(lambda *_: nullcontext(), unseen=lambda: told.append(-1)),
+        explicit.listening(lambda *_: nullcontext()),
+    ):
+        assert replay(7) == "result"
+    replay(8)
+    assert told == [7, -1, 8]
 
 
 def test_a_loop_that_copies_beside_its_work() -> None:

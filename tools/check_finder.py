@@ -385,6 +385,8 @@ def main(
 ) -> None:
     """Run one part, or all of them, in this process."""
     parts = chosen(part, only)
+    if svg is not None and "large" not in parts.get("ranking", ()):
+        raise typer.BadParameter("the picture is drawn with the loop large, which is not asked for", param_hint="--svg")
     machine, results = find_machine(), {}
     if machine is None:
         console.print("There is no CUDA device, so nothing is known.")

@@ -2,9 +2,9 @@
 
 A head that reads a number back waits behind that copy, and the host with it. Measured with an upstream gradient of 1,
 which lets a head leave its gradients alone, and of 0.5. `host_autograd_ms` is the backward of one multiplication of one
-number under the same conditions: what waking the engine's thread costs whatever the head does. With "one thread" both run
-in the thread that calls backward (`torch.autograd.set_multithreading_enabled(False)`), which wakes nobody. On the CPU there
-is no copy and no stream: the times are those of the calls.
+number under the same conditions: what waking the engine's thread costs whatever the head does. With "one thread" both
+run in the thread that calls backward (`torch.autograd.set_multithreading_enabled(False)`), which wakes nobody. On the
+CPU there is no copy and no stream: the times are those of the calls.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ are put in place by the first listener and taken away by the last. A function th
 (`from torch.cuda import synchronize`) is not seen.
 
 Events that are recorded, and waited for by a stream, make no host wait. Who asks is told of them, because they say in
-what order the streams work.
+what order the streams work; and of the replay of a graph, which is work without an op.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _WAIT_IF_SLOW = Hint(Kind.EXPLICIT, "", Counts.IF_SLOW)
 _COLLECTIVE = Hint(Kind.COLLECTIVE, "", Counts.IF_SLOW)
 _EMPTY_CACHE = Hint(Kind.ALLOCATOR, "empty_cache")
 
-_listeners: list[tuple[Around, Link | None]] = []
+# Work was launched that is no op's.
+Unseen = Callable[[], None]
+
+_listeners: list[tuple[Around, Link | None, Unseen | None]] = []
 _originals: list[tuple[Any, str, Any]] = []
 _lock = threading.RLock()
 
@@ -56,7 +59,7 @@ def _wrapped(original: Any, name: str, hint: Hint) -> Any:
             return original(*args, **kwargs)
         subject = args[0] if args and isinstance(args[0], (torch.cuda.Stream, torch.cuda.Event)) else None
         with ExitStack() as stack:
-            for around, _ in tuple(_listeners):
+            for around, _, _ in tuple(_listeners):
                 stack.enter_context(around(name, hint, subject))
             return original(*args, **kwargs)
 
@@ -68,9 +71,22 @@ def _linked(original: Any, waits: bool) -> Any:
     def wrapper(event: Any, stream: Any = None) -> Any:
         result = original(event, stream)
         if not torch.compiler.is_compiling():
-            for _, link in tuple(_listeners):
+            for _, link, _ in tuple(_listeners):
                 if link is not None:
                     link(event, stream, waits)
+        return result
+
+    return wrapper
+
+
+def _launching(original: Any) -> Any:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for _, _, unseen in tuple(_listeners):
+                if unseen is not None:
+                    unseen()
         return result
 
     return wrapper
@@ -86,6 +102,7 @@ def _install() -> None:
         put(owner, attribute, _wrapped(getattr(owner, attribute), name, hint))
     for attribute, waits in (("record", False), ("wait", True)):
         put(torch.cuda.Event, attribute, _linked(getattr(torch.cuda.Event, attribute), waits))
+    put(torch.cuda.CUDAGraph, "replay", _launching(torch.cuda.CUDAGraph.replay))
 
 
 def _remove() -> None:
@@ -98,9 +115,12 @@ def _remove() -> None:
 
 
 @contextmanager
-def listening(around: Around, link: Link | None = None) -> Iterator[None]:
-    """Inside, each of these calls runs within `around(name, hint, subject)`; `link` is told of events and streams."""
-    listener = around, link
+def listening(around: Around, link: Link | None = None, unseen: Unseen | None = None) -> Iterator[None]:
+    """Inside, each of these calls runs within `around(name, hint, subject)`.
+
+    `link` is told of events and streams, `unseen` of graphs that were replayed.
+    """
+    listener = around, link, unseen
     with _lock:
         if not _listeners:
             _install()

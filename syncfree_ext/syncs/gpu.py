@@ -39,7 +39,10 @@ class Gpu(Protocol):
         """Both: an event in the current stream, and which one that is."""
 
     def prepare(self, events: int) -> None:
-        """Makes so many events beforehand, which takes longer than recording one. Before a calibration."""
+        """Makes so many events beforehand, which takes longer than recording one; others are let go.
+
+        Before a calibration, since it is work for the GPU.
+        """
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph, where events must not be recorded."""
@@ -115,8 +118,10 @@ class CudaGpu:
         """An event with a time stamp, and the number of the current stream, into which it goes."""
         device = torch.cuda.current_device()
         stream, number = self._current(device)
-        ready = self._ready
-        event = ready.pop() if ready and device == self._device else torch.cuda.Event(enable_timing=True)
+        try:
+            event = self._ready.pop() if device == self._device else torch.cuda.Event(enable_timing=True)
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
         internals.record(event, stream)
         return event, number
 

@@ -212,9 +212,9 @@ _VIEWS = frozenset(
 
 
 def is_view(op: Any) -> bool:
-    """Whether an op overload only makes views of its arguments."""
+    """Whether an op overload only makes a view of a dense tensor."""
     schema = getattr(op, "_schema", None)
-    return schema is not None and schema.name in _VIEWS
+    return schema is not None and schema.name in _VIEWS and not schema.is_mutable
 
 
 def rule_of(op: Any) -> Rule | None:

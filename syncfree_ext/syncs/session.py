@@ -169,8 +169,11 @@ class find_syncs:  # noqa: N801 (used like a function)
                 self._gpu.calibrate()
 
     def _prepare(self) -> None:
-        """Makes the events of the measured steps, and some more: a wait gets two."""
-        if self._gpu is not None:
+        """Makes the events of the measured steps, and some more: a wait gets two.
+
+        What ran before the first step is no measure.
+        """
+        if self._gpu is not None and self._steps_seen > 1:
             self._gpu.prepare(self._timer.passed * self._steps * 5 // 4)
 
     def _pinned(self, engine: str, size: int) -> float | None:
@@ -193,7 +196,7 @@ class find_syncs:  # noqa: N801 (used like a function)
 
     def _start(self) -> None:
         self._state = "measuring"
-        self._listening.enter_context(explicit.listening(self._timer.explicit, self._timer.link))
+        self._listening.enter_context(explicit.listening(self._timer.explicit, self._timer.link, self._timer.unseen))
         self._queue_backlog()
         self._ends = [self._now()]
         self._timer.start()
@@ -307,6 +310,8 @@ class find_syncs:  # noqa: N801 (used like a function)
         if self._state == "ended":
             return
         self._state = "ended"
+        if self._gpu is not None:
+            self._gpu.prepare(0)
         self._listening.close()
         self._measuring.close()
         self._leave_mode()

@@ -1,9 +1,10 @@
 """The timer: how long each op and each explicit wait kept the host, and when the GPU reached each of them.
 
 A dispatch mode sees every op of the thread and of the autograd workers that it starts. Around each it reads the host's
-clock, and after each but a view it records an event; ops that wait by their nature (kinds.py) get an event before as
-well, which also covers work that no op launched (a graph replay, a Triton kernel). Nothing is asked of the GPU in a
-step. Later, with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
+clock, and after each it records an event; ops that wait by their nature (kinds.py) get an event before as well. The
+next event also covers work that no op launched (a graph replay, a Triton kernel). A view gets one only if there may be
+such work: after a replay, or where the host has done something else since the op before. Nothing is asked of the GPU in
+a step. Later, with each event's completion on the host's clock (gpu.py), an op that took long is told apart:
 
 - the GPU had work when the op began, and the op returned as soon as it was done: the host **waited**;
 - the GPU had none, or has some left, or was done long before: the op was **slow** by itself (a first call, an
@@ -17,6 +18,7 @@ that it got when it was made, in forward; the timer notes the line of each new n
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import threading
@@ -38,6 +40,8 @@ SLOW = 50e-6  # seconds; a faster op that does not wait by its nature is of no i
 
 # The op, the size of its results and whether they are on the GPU: calls alike in this take the GPU, and wait, alike.
 Like = tuple[Any, int, bool]
+# Views of others may work: those of sparse tensors do, and subclasses may do anything.
+_PLAIN = (Tensor, torch.nn.Parameter)
 # Of a list of tensors, which may be a model's parameters, so many count.
 _COUNTED = 8
 
@@ -64,9 +68,9 @@ class Entry:
     `engine` is the copy engine that it needs: "to host", "to device", or None; `copied` is how many bytes of tensors
     then. `target` is what a wait is for, if that is not its stream: another one ("stream", number), an event, or all of
     the GPU ("all", None). With a `link` it is neither an op nor a wait of the host, and has no events of its own: the
-    stream recorded an event (False) or waits for it (True). A view has no events either. Events are kept until the end,
-    or another one could take their identity. What lies between `entered` and `start`, and between `end` and `left`, is
-    the timer's own time.
+    stream recorded an event (False) or waits for it (True). Most views have no events either. Events are kept until the
+    end, or another one could take their identity. What lies between `entered` and `start`, and between `end` and
+    `left`, is the timer's own time.
     """
 
     start: float
@@ -90,7 +94,7 @@ class _Op(NamedTuple):
     func: Any  # kept, or another one could take its identity
     call: Callable[..., Any]
     rule: Rule | None
-    view: bool
+    like: Like | None  # of views
     copies: bool
     puts: bool  # x[index] = value
 
@@ -103,6 +107,7 @@ class _Thread:
     lines: dict[int, tuple[Any, Mark | None]] = field(default_factory=dict)  # the op, and where it was called
     depth: int = 0  # of explicit waits: the ops inside belong to them
     stream: int = 0  # of the last op
+    left: float = -math.inf  # when the last entry was over, if nothing without one has run since
 
 
 def _bare(name: str) -> str:
@@ -147,6 +152,11 @@ def _target_of(name: str, subject: Any) -> tuple[str, Any] | None:
     if isinstance(subject, torch.cuda.Stream):
         return "stream", int(subject.stream_id)
     return ("all", None) if name in ("torch.cuda.synchronize", "torch.accelerator.synchronize") else None
+
+
+def _is_dense(args: Sequence[Any]) -> bool:
+    """Whether an op gets an ordinary tensor first."""
+    return bool(args) and type(args[0]) in _PLAIN and args[0].layout is torch.strided
 
 
 def _op_name(func: Any) -> str:
@@ -212,7 +222,7 @@ class Timer(internals.DispatchMode):
         op = self._known.get(id(func)) or self._learn(func)
         call, rule = op.call, op.rule
         if not self.active or gpu is None or gpu.capturing():
-            self._passed += not op.view
+            self._passed += op.like is None
             return call(*args, **kwargs) if kwargs else call(*args)
         entered = gpu.now()
         thread = self._thread()
@@ -226,21 +236,26 @@ class Timer(internals.DispatchMode):
         start = gpu.now()
         out = call(*args, **kwargs) if kwargs else call(*args)
         end = gpu.now()
-        plain = op.view and end - start < self.slow
+        # A view, and too soon after the last entry for work that no op has launched.
+        view = op.like is not None and _is_dense(args)
+        plain = view and entered - thread.left < self.slow and end - start < self.slow
         if not plain:
             after, thread.stream = gpu.mark()
         sequence = internals.sequence_number()
         if sequence != thread.sequence:
             self._note_forward(thread, sequence, func)
         if plain:
-            entry = Entry(start, end, None, None, None, None, thread.stream, None, None, None, entered)
+            entry = Entry(start, end, None, None, None, op.like, thread.stream, None, None, None, entered)
             self.entries.append(entry)
-            entry.left = gpu.now()
+            entry.left = thread.left = gpu.now()
             return out
         described = None
         if hint is not None or end - start >= self.slow:
             described = self._describe(func, hint, thread)
-        like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else like_of(func, args, out)
+        if view:
+            like = op.like
+        else:
+            like = (func, out.numel(), out.is_cuda) if isinstance(out, Tensor) else like_of(func, args, out)
         reads = hint is not None and hint.kind in (Kind.SCALAR, Kind.SHAPE)
         engine = "to host" if reads else engine_of(func, args, out, gpu.type) if op.copies else None
         if hint is not None and hint.kind is Kind.COPY and op.puts:
@@ -249,11 +264,12 @@ class Timer(internals.DispatchMode):
         if engine is not None and op.copies:
             entry.copied = _bytes_copied(func, args, out)
         self.entries.append(entry)
-        entry.left = gpu.now()
+        entry.left = thread.left = gpu.now()
         return out
 
     def _learn(self, func: Any) -> _Op:
-        op = _Op(func, internals.call_of(func), rule_of(func), is_view(func), func in _COPIES, func in _PUTS)
+        like = (func, 0, False) if is_view(func) else None
+        op = _Op(func, internals.call_of(func), rule_of(func), like, func in _COPIES, func in _PUTS)
         self._known[id(func)] = op
         return op
 
@@ -326,7 +342,11 @@ class Timer(internals.DispatchMode):
             target, (after, stream) = _target_of(name, subject), gpu.mark()
             entry = Entry(start, end, before, after, call, stream=stream, target=target, entered=entered)
             self.entries.append(entry)
-            entry.left = gpu.now()
+            entry.left = thread.left = gpu.now()
+
+    def unseen(self) -> None:
+        """The GPU has been given work that is no op's."""
+        self._thread().left = -math.inf
 
     def link(self, event: Any, stream: Any, waits: bool) -> None:
         """A stream has recorded an event, or waits for it."""
