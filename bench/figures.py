@@ -45,10 +45,12 @@ def _form(record: Record, name: str, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) else "–"
 
 
-def _row(record: Record, bold: bool) -> list[str]:
-    error = record.get("error", {})
+def _row(record: Record, bound: Record | None) -> list[str]:
+    error, bold = record.get("error", {}), plots.is_ours(record["head"])
+    # Its products are those of its own run, and its time does not follow from them.
+    elsewhere = bound is not None and bound.get("environment") != record.get("environment")
     cells = [
-        f"`{record['head']}`",
+        f"`{record['head']}`" + (", in another run" if elsewhere else ""),
         _form(record, "train_ms", ".2f"),
         _form(record, "x_limit", ".2f"),
         _form(record, "peak_mib", ".0f"),
@@ -75,7 +77,7 @@ def summary_tables(data: dict[str, Any]) -> list[Table]:
         if bound is not None:
             title += f"; three matrix products take {bound['train_ms']['median']:.2f} ms"
         header = ["", "ms", "× products", "peak MiB", "forward only, ms", "error dX", "error dW"]
-        table = Table(title, header, [_row(r, plots.is_ours(r["head"])) for r in heads])
+        table = Table(title, header, [_row(r, bound) for r in heads])
         if rounding := rounding_record(heads):
             table.rows.append(["exact, rounded", *["–"] * 4, *(f"{rounding['error'][k]:.1e}" for k in ("dx", "dw"))])
         made.append(table)

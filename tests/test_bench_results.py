@@ -136,6 +136,18 @@ def test_tables_leave_out_empty_columns_and_say_why() -> None:
     assert text.count("\n") == len(times.rows) + 1
 
 
+def test_a_row_of_another_run_says_so() -> None:
+    """Its products took another time than those in the title."""
+    data = full_result()
+    data["environments"]["again"] = data["environments"]["Test GPU"]
+    for r in data["records"]:
+        r["environment"] = "again" if r["head"] == "torch" else "Test GPU"
+    (part,) = figures.summary_tables(data)
+    names = [row[0] for row in part.rows]
+    assert "`torch`, in another run" in names
+    assert sum("another run" in name for name in names) == 1
+
+
 def test_figures_fill_the_readme(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     readme = tmp_path / "README.md"
