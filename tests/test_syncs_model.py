@@ -167,3 +167,13 @@ def test_the_report_says_what_measuring_took() -> None:
     assert (report.own_ms, report.step_ms) == (pytest.approx(0.75), pytest.approx(4.0))
     assert report.replay_ms < report.step_ms
     assert Report.from_json(report.to_json()).own_ms == report.own_ms
+
+
+@pytest.mark.parametrize("views", [0, 5])
+def test_the_main_stream_is_that_of_most_waits_and_work(views: int) -> None:
+    """And of all ops where there is neither."""
+    steps = [Step(0.0, 1e-5, 0.0, 1e-3, stream=1)]
+    steps += [Step(1e-5 * (k + 1), 1e-5 * (k + 2), 0.0, 0.0, stream=1) for k in range(views)]
+    assert Queue(steps[1:], 1.0)._main == (1 if views else 0)
+    steps += [Step(1e-2 + k * 1e-5, 1e-2 + (k + 1) * 1e-5, 0.0, 0.0, row=0) for k in range(2)]
+    assert Queue(steps, 1.0)._main == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fake_gpu import Card, FakeGpu, fake_card
-from syncfree_ext.syncs import collect, find_syncs, internals, no_sync, step
+from syncfree_ext.syncs import collect, find_syncs, internals, no_sync, step, steps
 from syncfree_ext.syncs.gpu import Anchor, CudaGpu
 from syncfree_ext.syncs.timer import Timer
 
@@ -259,6 +259,41 @@ def test_costs_know_what_the_timer_and_its_events_take(monkeypatch: pytest.Monke
     with Card(gpu), find_syncs(warmup=1, steps=2, gpu=gpu):
         train(4, optimizer())
     assert [(call["own"], call["recording"]) for call in seen] == [(3e-6, 7e-6)]
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_gpu_that_has_failed_is_left_behind(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The script's own error is the one that is raised, and nothing of the finder stays in place."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def failed(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    gpu = CudaGpu()
+    gpu._ready = [object()]  # type: ignore[list-item]
+    for name in ("current_device", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, failed)
+    gpu.prepare(0)
+    assert gpu._ready == []
+
+    class Fails(FakeGpu):
+        def prepare(self, events: int) -> None:
+            asked.append((events, internals.top_mode()))
+            if not events:
+                failed()
+
+    asked: list[Any] = []
+    gone = Fails()
+    with pytest.raises((KeyError, RuntimeError)), Card(gone) as card, find_syncs(warmup=2, steps=3, gpu=gone):
+        for index in range(9):
+            (torch.ones(2) + 1).sum().item()
+            if index == after:
+                raise KeyError("the script's")
+            step()
+    assert asked[-1] == (0, card)
+    assert steps._listeners == []
+    assert internals.top_mode() is None
+    assert not torch._C._only_lift_cpu_tensors()
 
 
 class Stamp:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from .gpu import Gpu
-from .kinds import Counts, Kind
+from .kinds import Counts, Kind, is_view
 from .model import NOISE, Link, Queue, Step
 from .report import Report, Row, Slow, Timeline
 from .sites import Site, resolve, short_path
@@ -151,7 +151,8 @@ def work_of(timed: Sequence[Timed], recording: float = 0.0) -> list[float]:
     for entry in timed:
         if entry.like is not None:
             calls.setdefault(entry.like, []).append(entry)
-    most = statistics.median([entry.end - entry.start for entry in timed if entry.like is not None] or [0.0])
+    ops = [entry.end - entry.start for entry in timed if entry.like is not None and not is_view(entry.like[0])]
+    most = statistics.median(ops or [0.0])
     handed_over = min(0.3 * most, _HANDED_OVER)
 
     def guess(entry: Timed, handing_over: float) -> float:

@@ -92,6 +92,11 @@ def _launching(original: Any) -> Any:
     return wrapper
 
 
+def _graphs() -> list[Any]:
+    """The classes of graphs that are replayed."""
+    return [torch.cuda.CUDAGraph, *filter(None, [getattr(torch.accelerator, "Graph", None)])]
+
+
 def _install() -> None:
     def put(owner: Any, attribute: str, wrapper: Any) -> None:
         # None: the class inherits it, and taking the wrapper away is enough.
@@ -102,7 +107,8 @@ def _install() -> None:
         put(owner, attribute, _wrapped(getattr(owner, attribute), name, hint))
     for attribute, waits in (("record", False), ("wait", True)):
         put(torch.cuda.Event, attribute, _linked(getattr(torch.cuda.Event, attribute), waits))
-    put(torch.cuda.CUDAGraph, "replay", _launching(torch.cuda.CUDAGraph.replay))
+    for graph in _graphs():
+        put(graph, "replay", _launching(graph.replay))
 
 
 def _remove() -> None:

@@ -118,20 +118,22 @@ class CudaGpu:
         """An event with a time stamp, and the number of the current stream, into which it goes."""
         device = torch.cuda.current_device()
         stream, number = self._current(device)
-        try:
-            event = self._ready.pop() if device == self._device else torch.cuda.Event(enable_timing=True)
-        except IndexError:
-            event = torch.cuda.Event(enable_timing=True)
+        ready = self._ready
+        event = ready.pop() if ready and device == self._device else torch.cuda.Event(enable_timing=True)
         internals.record(event, stream)
         return event, number
 
     def prepare(self, events: int) -> None:
         """Makes so many events of the current device. The driver makes its own when one is recorded first."""
+        self._ready = []
+        if not events:
+            return  # also on a GPU that has failed
         self._device = torch.cuda.current_device()
         stream = torch.cuda.current_stream()
-        self._ready = [torch.cuda.Event(enable_timing=True) for _ in range(min(events, _MOST_PREPARED))]
-        for event in self._ready:
+        ready = [torch.cuda.Event(enable_timing=True) for _ in range(min(events, _MOST_PREPARED))]
+        for event in ready:
             internals.record(event, stream)
+        self._ready = ready
 
     def _current(self, device: int) -> tuple[torch.cuda.Stream, int]:
         """The current stream of a device, of which torch would make a new object at each op, and its number."""

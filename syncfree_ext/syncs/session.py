@@ -48,7 +48,8 @@ class find_syncs:  # noqa: N801 (used like a function)
             be idle; costs are then those of the backlog, and only calls and kinds are to be trusted.
         profile: steps to run under torch.profiler after all others, as a check; 0 for none.
         user: folders or files whose lines count as yours although they lie in site-packages.
-        slow_us: microseconds from which an op without a reason to wait is looked at.
+        slow_us: microseconds from which an op without a reason to wait is looked at. Where less than that, and than
+            50, lies between an op and a view, the view tells nothing of the GPU.
         done: called once the report is filled; not if the block ends before.
         gpu: the device; None for the current CUDA device. Tests pass one of their own.
 
@@ -130,8 +131,8 @@ class find_syncs:  # noqa: N801 (used like a function)
                 raise
             self.report.notes.append(f"The report could not be finished after the script's error: {problem}")
         finally:
-            self._end(call_done=False)
             self._hooks.close()
+            self._end(call_done=False)
             self._leave_mode()
 
     def _finish(self) -> None:
@@ -310,11 +311,11 @@ class find_syncs:  # noqa: N801 (used like a function)
         if self._state == "ended":
             return
         self._state = "ended"
-        if self._gpu is not None:
-            self._gpu.prepare(0)
         self._listening.close()
         self._measuring.close()
         self._leave_mode()
+        if self._gpu is not None:
+            self._gpu.prepare(0)
         # The hooks stay until the block ends: this may run in one, and torch is walking through them.
         if call_done and self._done is not None:
             self._done(self.report)

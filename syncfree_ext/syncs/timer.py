@@ -108,6 +108,7 @@ class _Thread:
     depth: int = 0  # of explicit waits: the ops inside belong to them
     stream: int = 0  # of the last op
     left: float = -math.inf  # when the last entry was over, if nothing without one has run since
+    unseen: int | None = None  # the stream of a replay, until an event shows it
 
 
 def _bare(name: str) -> str:
@@ -179,6 +180,7 @@ class Timer(internals.DispatchMode):
         self.gpu = gpu
         self.frames = frames
         self.slow = slow
+        self._soon = min(slow, SLOW)
         self.active = False
         self.entries: list[Entry] = []
         self._owner = threading.get_ident()
@@ -200,7 +202,7 @@ class Timer(internals.DispatchMode):
     def new_step(self) -> None:
         """Forgets forward lines: the graphs of the last step are gone."""
         self._passed = 0
-        for thread in self._threads.values():
+        for thread in tuple(self._threads.values()):
             thread.lines.clear()
 
     @property
@@ -222,7 +224,7 @@ class Timer(internals.DispatchMode):
         op = self._known.get(id(func)) or self._learn(func)
         call, rule = op.call, op.rule
         if not self.active or gpu is None or gpu.capturing():
-            self._passed += op.like is None
+            self._passed += op.like is None or not _is_dense(args)
             return call(*args, **kwargs) if kwargs else call(*args)
         entered = gpu.now()
         thread = self._thread()
@@ -236,11 +238,13 @@ class Timer(internals.DispatchMode):
         start = gpu.now()
         out = call(*args, **kwargs) if kwargs else call(*args)
         end = gpu.now()
-        # A view, and too soon after the last entry for work that no op has launched.
         view = op.like is not None and _is_dense(args)
-        plain = view and entered - thread.left < self.slow and end - start < self.slow
+        # So soon after the last entry hardly any work was launched by no op.
+        plain = view and entered - thread.left < self._soon and end - start < self.slow and thread.unseen is None
         if not plain:
             after, thread.stream = gpu.mark()
+            if thread.unseen == thread.stream:
+                thread.unseen = None
         sequence = internals.sequence_number()
         if sequence != thread.sequence:
             self._note_forward(thread, sequence, func)
@@ -345,8 +349,12 @@ class Timer(internals.DispatchMode):
             entry.left = thread.left = gpu.now()
 
     def unseen(self) -> None:
-        """The GPU has been given work that is no op's."""
-        self._thread().left = -math.inf
+        """The current stream has been given work that is no op's."""
+        thread = self._threads.get(threading.get_ident())
+        if (
+            self.active and self.gpu is not None and thread is not None
+        ):  # the first view of a thread has an event anyway
+            thread.unseen = self.gpu.stream()
 
     def link(self, event: Any, stream: Any, waits: bool) -> None:
         """A stream has recorded an event, or waits for it."""
@@ -364,6 +372,7 @@ class Timer(internals.DispatchMode):
             yield
         finally:
             thread.depth -= 1
+            thread.left = -math.inf  # it may have been work for the GPU
 
 
 def own_time(gpu: Gpu, frames: Frames, ops: int = 100, rounds: int = 5) -> float:
