@@ -103,6 +103,44 @@ class Card(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Behaves(Card):
+    """A card on which `aten::neg` behaves as the test says."""
+
+    def __init__(self, gpu: FakeGpu, neg: Any) -> None:
+        super().__init__(gpu)
+        self.neg = neg
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::neg":
+            self.neg(self.gpu)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class TwoStreams(FakeGpu):
+    """Each with a queue of its own; `current` is the one that ops go to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current, self.queues = 0, [self.done, self.done]
+
+    def stream(self) -> int:
+        return self.current
+
+    def record(self) -> float:
+        return max(self.time, self.queues[self.current])
+
+    def work(self, seconds: float) -> None:
+        self.queues[self.current] = self.record() + seconds
+
+    def drain(self) -> None:
+        self.time = self.record()
+
+    def calibrate(self) -> None:
+        self.time = max(self.time, *self.queues)
+        super().calibrate()
+
+
 @contextmanager
 def fake_card(work: Mapping[str, float] | None = None, default: float = 30e-6) -> Iterator[FakeGpu]:
     """A simulated GPU for find_syncs(gpu=...), with its card in place."""
