@@ -31,7 +31,6 @@ class FakeGpu:
         self.done = 100.0
         self.calibrations = 0
         self.allocated = 0
-        self.prepared = 0
         self.captures = False
 
     def now(self) -> float:
@@ -47,7 +46,7 @@ class FakeGpu:
         return self.record(), self.stream()
 
     def prepare(self, events: int) -> None:
-        self.prepared = events
+        pass
 
     def capturing(self) -> bool:
         return self.captures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import time
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -408,6 +409,7 @@ def test_events_that_were_made_beforehand() -> None:
     gpu.calibrate()  # uses them: more than there are
     gpu.prepare(2)
     prepared = set(map(id, gpu._ready))
+    time.sleep(0.2)
     first, number = gpu.mark()
     assert number == torch.cuda.current_stream().stream_id
     with torch.cuda.stream(side):
@@ -419,7 +421,7 @@ def test_events_that_were_made_beforehand() -> None:
     torch.cuda.synchronize()
     gpu.calibrate()
     times = gpu.resolve([first, second, third])
-    assert all(abs(b - a) < 0.05 for a, b in pairwise(times))  # a prepared one has the time of its second recording
+    assert all(abs(b - a) < 0.1 for a, b in pairwise(times))  # not the time at which one was prepared
     gpu.prepare(3)
     gpu.prepare(0)
     assert gpu._ready == []

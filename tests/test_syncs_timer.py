@@ -305,8 +305,7 @@ def test_forward_and_backward_lines() -> None:
     assert backward.backward == f"{backward.file}:{lines['call']}"
 
 
-def test_lines_of_another_thread_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of nodes count from zero in each thread: a line is taken only if its op fits the node."""
+def test_names_of_ops_and_of_their_nodes_agree() -> None:
     from syncfree_ext.syncs import timer
 
     assert timer._bare("aten::_to_copy") == timer._bare("ToCopyBackward0")
@@ -403,7 +402,7 @@ def test_links_are_noted_while_the_timer_runs() -> None:
 
 
 def test_a_line_of_another_op_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads number their nodes alike."""
+    """Numbers of nodes count from zero in each thread: a line is taken only if its op fits the node."""
     timer = Timer(FakeGpu(), Frames())
     thread, mark = timer._thread(), Frames().innermost(sys._getframe())
     thread.lines = {5: (torch.ops.aten.cos.default, mark), 6: (torch.ops.aten.sin.default, mark)}

@@ -78,7 +78,7 @@ run_part() { # name
   [[ $tool == racecheck ]] && examples=4 fuzzed=80
   [[ $tool == initcheck ]] && examples=10 fuzzed=200
   local pytest=("$python" -m pytest -q -p no:cacheprovider -p no:xdist --no-header --tb=short -k "cuda and not graph and not capture and not 2_31")
-  # Of its 52 tests, each of twenty calls, half: other densities of a mask take no other way.
+  # It takes longest with these, 52 tests of twenty calls: the two denser masks alone; test_first has all four.
   [[ $tool == racecheck ]] && pytest[-1]+=" and not (test_scores_replace_the_keys and (0.0 or 0.02))"
   case $suite in
     kernels) command=("$checks" count rows moves scale publish) ;;

@@ -201,7 +201,7 @@ _RULES: Mapping[str, Rule] = {
 }
 
 
-# Ops that make a view, which gives the GPU nothing to do. Half of the ops of a training step are such.
+# Ops that make a view, which gives the GPU nothing to do. Nearly half of the ops of a training step are such.
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in (

@@ -195,8 +195,8 @@ class Queue:
         self.own = 0.0  # what was left out
         self._start = ops[0].start if ops else 0.0
         self._backlog = {ops[0].stream: max(0.0, ops[0].before - self._start)} if ops else {}
-        # The stream with most of the ops: what others still do at the end belongs to the next step. In which a view is
-        # is not asked, unless an event says so.
+        # The stream with most of the ops: what others still do at the end belongs to the next step. Views do not count:
+        # most of them are only taken to be in the stream of the op before.
         working = [step for step in ops if step.work > 0 or step.row is not None] or ops
         self._main = Counter(step.stream for step in working).most_common(1)[0][0] if working else 0
         self._shared = _engines_that_make_reads_wait(ops)

@@ -351,9 +351,8 @@ class Timer(internals.DispatchMode):
     def unseen(self) -> None:
         """The current stream has been given work that is no op's."""
         thread = self._threads.get(threading.get_ident())
-        if (
-            self.active and self.gpu is not None and thread is not None
-        ):  # the first view of a thread has an event anyway
+        # The first view of a thread has an event anyway.
+        if self.active and self.gpu is not None and thread is not None:
             thread.unseen = self.gpu.stream()
 
     def link(self, event: Any, stream: Any, waits: bool) -> None:
