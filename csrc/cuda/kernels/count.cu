@@ -29,10 +29,12 @@ struct Partial {
   int64_t offset;  // valid rows before these
 };
 
+__device__ __forceinline__ bool has_target(const CountParams& p, int64_t i) {
+  return i < p.rows && !(p.shift && i % p.sequence + p.shift >= p.sequence);
+}
+
 __device__ __forceinline__ bool is_valid(const CountParams& p, int64_t i) {
-  if (i >= p.rows) return false;
-  if (p.shift && i % p.sequence + p.shift >= p.sequence) return false;
-  return p.target[i + p.shift] != p.ignore_index;
+  return has_target(p, i) && p.target[i + p.shift] != p.ignore_index;
 }
 
 __global__ void __launch_bounds__(kThreads) count_blocks_kernel(CountParams p, Partial* partials, int64_t row_blocks) {
@@ -145,11 +147,17 @@ __global__ void __launch_bounds__(kFinishThreads) count_small_kernel(CountParams
   // A warp takes rows that lie together, a lane each kWarp-th of them.
   const int each = int((p.rows + kFinishThreads - 1) / kFinishThreads);
   const int64_t begin = int64_t(warp) * each * kWarp + lane;
+  int64_t target[kSmallEach];
+#pragma unroll  // all loads, before any is used
+  for (int e = 0; e < kSmallEach; ++e) {
+    const int64_t i = begin + e * kWarp;
+    target[e] = e < each && has_target(p, i) ? p.target[i + p.shift] : p.ignore_index;
+  }
   unsigned valid[kSmallEach];
   int in_warp = 0;
-#pragma unroll  // all loads at once
+#pragma unroll
   for (int e = 0; e < kSmallEach; ++e) {
-    valid[e] = __ballot_sync(0xffffffffu, e < each && is_valid(p, begin + e * kWarp));
+    valid[e] = __ballot_sync(0xffffffffu, target[e] != p.ignore_index);
     in_warp += __popc(valid[e]);
   }
   double largest = 0;
