@@ -29,12 +29,23 @@ __device__ __forceinline__ void stmatrix4(uint32_t address, uint32_t a, uint32_t
 // one NaN of its own, never gives.
 constexpr uint32_t kOutside = 0xffc05ee0u;
 
-// Maximum of each row over the tile's columns, to sums[tile, row].x.
+// The pairs of row r0 and of r1 = r0 + kPairRows in this tile, from the lane of each four that has them.
+template <class C>
+__device__ __forceinline__ void store_pairs(const GemmArgs& p, float2* pairs, int r0, int col, int live, float2 first,
+                                            float2 second) {
+  if ((threadIdx.x & 3) || r0 >= live) return;
+  const int tiles = (p.n + C::kBN - 1) / C::kBN;
+  float2* at = pairs + fused_pair(r0, col / C::kBN, tiles);
+  *at = first;
+  if (r0 + kPairRows < live) at[tiles * kPairRows] = second;
+}
+
+// Maximum of each row over the tile's columns, to the first of its pair.
 template <class C>
 __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C::kBN / 2], int row, int col, int live,
                                               float scale) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
-  const int r0 = row + warp * 16 + (lane >> 2), r1 = r0 + 8;
+  const int r0 = row + warp * 16 + (lane >> 2);
   float m0 = -INFINITY, m1 = -INFINITY;
 #pragma unroll
   for (int i = 0; i < C::kBN / 2; ++i) {
@@ -51,11 +62,7 @@ __device__ __forceinline__ void store_row_max(const GemmArgs& p, float (&acc)[C:
   }
   if constexpr (C::kLogit == Logit::capped)
     m0 = softcapped(m0 * p.inverse_softcap).tanh * p.softcap, m1 = softcapped(m1 * p.inverse_softcap).tanh * p.softcap;
-  float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
-  if ((lane & 3) == 0) {
-    if (r0 < live) out[r0] = make_float2(m0, 0.f);
-    if (r1 < live) out[r1] = make_float2(m1, 0.f);
-  }
+  store_pairs<C>(p, p.sums, r0, col, live, make_float2(m0, 0.f), make_float2(m1, 0.f));
 }
 
 template <class C>
@@ -217,11 +224,8 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
       if (b0 > best0 || (b0 == best0 && a0 < at0)) best0 = b0, at0 = a0;
       if (b1 > best1 || (b1 == best1 && a1 < at1)) best1 = b1, at1 = a1;
     }
-    float2* out = p.best + static_cast<size_t>(col / C::kBN) * p.m;
-    if ((lane & 3) == 0) {
-      if (r0 < live) out[r0] = make_float2(best0, __int_as_float(at0));
-      if (r1 < live) out[r1] = make_float2(best1, __int_as_float(at1));
-    }
+    store_pairs<C>(p, p.best, r0, col, live, make_float2(best0, __int_as_float(at0)),
+                   make_float2(best1, __int_as_float(at1)));
   }
   if constexpr (C::kRowExp) {
 #pragma unroll
@@ -230,11 +234,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& p, float (&acc)[C::kB
       rounded0 += __shfl_xor_sync(0xffffffffu, rounded0, offset),
           rounded1 += __shfl_xor_sync(0xffffffffu, rounded1, offset);
     }
-    float2* out = p.sums + static_cast<size_t>(col / C::kBN) * p.m;
-    if ((lane & 3) == 0) {
-      if (r0 < live) out[r0] = make_float2(exact0, rounded0);
-      if (r1 < live) out[r1] = make_float2(exact1, rounded1);
-    }
+    store_pairs<C>(p, p.sums, r0, col, live, make_float2(exact0, rounded0), make_float2(exact1, rounded1));
   }
 }
 

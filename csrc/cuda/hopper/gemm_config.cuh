@@ -109,9 +109,9 @@ struct GemmArgs {
   int64_t weight_pitch;
   void* out;  // rows: dX, contiguous; rows_share: [m, n] of float32
   DType out_dtype;
-  float2* sums;         // [n tiles, m]: of E before and after rounding; row_max: (maximum, unused)
+  float2* sums;         // fused_pairs: of E before and after rounding; row_max: (maximum, unused)
   float* target_logit;  // [m]: the product in the target's column, not scaled
-  float2* best;         // argmax: [n tiles, m] of (logit in the sense of the scale's sign, class as bits)
+  float2* best;         // argmax: fused_pairs of (logit in the sense of the scale's sign, class as bits)
   float scale_log2e;
   const double* scale_ptr;         // nullable: logit scale on the device, in place of scale_log2e / log2(e)
   uint8_t* low;                    // split: [m / 64, n / BN, 64 * BN] bytes

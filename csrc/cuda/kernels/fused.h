@@ -15,6 +15,13 @@ namespace syncfree {
 constexpr int kLogitsTileColumns = 192;  // E's sums are kept a (row, tile of this many classes)
 constexpr int kRowGroup = 256;           // rows of a cluster's tile; they are repaired together
 
+// A pair for each row of a chunk and each tile of classes. Those of a few neighbouring rows lie together, tile by tile:
+// the block that adds them up reads one piece of memory (fused_pair in fused_chunk.cuh).
+constexpr int kPairRows = 8;
+constexpr int64_t fused_pairs(int64_t size, int64_t tiles) {
+  return (size + kPairRows - 1) / kPairRows * kPairRows * tiles;
+}
+
 // One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in
 // whole row groups, so that few are left with less than they could do; the slots past a chunk's live rows stand for the ignored rows, in
 // order (see fused_chunk.cuh).
@@ -32,8 +39,8 @@ struct FusedRows {
   float* exponent;      // [size]
   int32_t* target;      // [size], -1: none (not live, or no class)
   float* target_logit;  // [size]: z of the target before logit_scale, log2 e and softcap
-  void* sums;           // float2 [tiles, size]: of E before and after rounding; softcap: E, and what rounding took
-  void* best;           // float2 [tiles, size]: largest logit of another class, and the class; nullable
+  void* sums;           // float2 [fused_pairs]: of E before and after rounding; softcap: E, and what rounding took
+  void* best;           // float2 [fused_pairs]: largest logit of another class, and the class; nullable
   double* smooth;       // [size]: label smoothing's sum of all classes' logits before logit_scale; else null
   float* v;             // [size]
   int32_t* bad;         // [size]: the row left the range that E can hold
@@ -48,6 +55,19 @@ struct FusedRows {
 struct FusedSmooth {
   const float* w;      // [hidden]
   const double* bias;  // [1], nullable: 0
+};
+
+// The rows of each class: positions sorted by target (stable), where each class begins (-1: it has none) and ends. rows
+// is 0 where nothing is to be sorted.
+struct FusedSortParams {
+  const double* counts;
+  const int32_t* row_index;
+  int64_t rows, num_classes;
+  const int64_t* targets;
+  int64_t shift;
+  int32_t *tile_keys, *keys, *tile_positions, *positions;  // [rows]
+  int32_t *starts, *ends;                                  // [num_classes]; ends only where starts >= 0
+  int64_t first_class = 0;                                 // the classes are those from here on
 };
 
 struct FusedGatherParams {
@@ -66,6 +86,7 @@ struct FusedGatherParams {
   void* dx;        // nullable: contiguous, its ignored rows are set to 0
   DType dx_dtype;
   FusedRows rows;
+  FusedSortParams sort;  // its first step is done beside the rows
 };
 
 struct FusedLogitsParams {
@@ -88,6 +109,7 @@ struct FusedFinishParams {
   bool repair;     // second pass: only the groups that were marked, and what follows
   void* gathered;  // nullable: in the second pass, in place, bfloat16(alpha * v * x)
   int64_t hidden;
+  FusedSortParams sort;  // of the gather before: its second step
 };
 
 struct FusedDxParams {
@@ -120,18 +142,6 @@ struct FusedDwParams {
   // for FusedTargetsParams. Null: sum holds all.
   uint8_t* low;
   const int32_t* starts;
-};
-
-// The rows of each class: positions sorted by target (stable), where each class begins (-1: it has none) and ends.
-struct FusedSortParams {
-  const double* counts;
-  const int32_t* row_index;
-  int64_t rows, num_classes;
-  const int64_t* targets;
-  int64_t shift;
-  int32_t *tile_keys, *keys, *tile_positions, *positions;  // [rows]
-  int32_t *starts, *ends;                                  // [num_classes]; ends only where starts >= 0
-  int64_t first_class = 0;                                 // the classes are those from here on
 };
 
 // out[class] = cast(sum[class] + alpha * (sum over its rows of g_target * x - class_weight[class] * smooth)). sum and

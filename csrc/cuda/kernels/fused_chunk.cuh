@@ -1,4 +1,4 @@
-// Which rows a chunk of the Hopper path holds, worked out by each block for itself.
+// Which rows a chunk of the Hopper path holds, worked out by each block for itself, and where it keeps what it knows of them.
 #pragma once
 
 #include "fused.h"
@@ -27,6 +27,11 @@ struct ChunkRows {
     return position < c.rows ? c.row_index[position] : -1;
   }
 };
+
+// Where the pair of a row and a tile is, of fused_pairs.
+__device__ __forceinline__ int64_t fused_pair(int64_t row, int64_t tile, int64_t tiles) {
+  return (int64_t(uint32_t(row) / kPairRows) * tiles + tile) * kPairRows + uint32_t(row) % kPairRows;
+}
 
 // What turns a product with v E into a gradient: the reciprocal divisor times the upstream gradient.
 __device__ __forceinline__ float gradient_factor(const double* counts, const float* upstream) {

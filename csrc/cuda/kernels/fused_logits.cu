@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) repair_exponent_kernel(FusedChunk ch
   if (k >= ChunkRows(chunk).live || !rows.bad[k]) return;
   const float2* sums = static_cast<const float2*>(rows.sums);
   float m = -INFINITY;
-  for (int64_t t = 0; t < tiles; ++t) m = fmaxf(m, sums[t * chunk.size + k].x);
+  for (int64_t t = 0; t < tiles; ++t) m = fmaxf(m, sums[fused_pair(k, t, tiles)].x);
   rows.exponent[k] = rintf(m) - kRepairedMaximum;
 }
 

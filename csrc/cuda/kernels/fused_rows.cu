@@ -8,29 +8,27 @@
 namespace syncfree {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 
+// Slot k of the chunk, by a warp.
 template <class In>
-__global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_constant__ FusedGatherParams p) {
-  __shared__ float shared[kThreads / kWarp];
-  __shared__ double smooth_shared[kThreads / kWarp];
-  sm90::begin_after_previous_launch();
-  const int64_t k = blockIdx.x;
+__device__ __forceinline__ void gather_row(const FusedGatherParams& p, int64_t k) {
+  const int lane = threadIdx.x % kWarp;
+  if (k >= p.chunk.size) return;
   Pack<__nv_bfloat16>* out =
       reinterpret_cast<Pack<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(p.gathered) + k * p.hidden);
-  if (threadIdx.x == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
-  if (threadIdx.x == 0 && k == 0) *p.rows.any = 0, *p.rows.ticket = 0;
+  if (lane == 0 && k % kRowGroup == 0) p.rows.only[k / kRowGroup] = 0;
+  if (lane == 0 && k == 0) *p.rows.any = 0, *p.rows.ticket = 0;
   const ChunkRows chunk(p.chunk);
   if (k >= chunk.live) {
-    for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads)
-      reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = lane; i < p.hidden / 8; i += kWarp) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
     const int64_t ignored = p.dx ? chunk.row(p.chunk, k) : -1;
     if (ignored >= 0) {
       const int64_t packs = p.hidden / 8 * (p.dx_dtype == DType::f32 ? 2 : 1);
-      for (int64_t i = threadIdx.x; i < packs; i += kThreads)
+      for (int64_t i = lane; i < packs; i += kWarp)
         static_cast<uint4*>(p.dx)[ignored * packs + i] = make_uint4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
+    if (lane == 0) p.rows.exponent[k] = 0.f, p.rows.target[k] = -1, p.rows.bad[k] = 0;
     return;
   }
   const int64_t row = chunk.row(p.chunk, k), t = p.targets[row + p.shift];
@@ -38,56 +36,72 @@ __global__ void __launch_bounds__(kThreads) fused_gather_kernel(const __grid_con
   const In* x = static_cast<const In*>(p.input) + row * p.input_pitch;
   const Pack<__nv_bfloat16>* w = reinterpret_cast<const Pack<__nv_bfloat16>*>(
       static_cast<const __nv_bfloat16*>(p.weight) + (known ? t : 0) * p.weight_pitch);
+  constexpr int kBatch = 4;  // loads under way
+  const int packs = int(p.hidden / 8);
   float dot = 0.f;
   double smooth = 0;
-  for (int64_t i = threadIdx.x; i < p.hidden / 8; i += kThreads) {
-    Pack<__nv_bfloat16> a;
-    load_bf16x8(x, i, a);
-    out[i] = a;
-    const Pack<__nv_bfloat16> b = w[i];
+  for (int first = lane; first < packs; first += kBatch * kWarp) {
+    Pack<__nv_bfloat16> a[kBatch], b[kBatch];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) dot = fmaf(to_float(a.v[e]), to_float(b.v[e]), dot);
-    if (!p.smooth.w) continue;
+    for (int q = 0; q < kBatch; ++q) {
+      const int i = min(first + q * kWarp, packs - 1);  // past the end: once more, for nothing
+      load_bf16x8(x, i, a[q]), b[q] = w[i];
+    }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 u = reinterpret_cast<const float4*>(p.smooth.w)[i * 2 + h];
-      smooth += double(to_float(a.v[h * 4]) * u.x + to_float(a.v[h * 4 + 1]) * u.y + to_float(a.v[h * 4 + 2]) * u.z +
-                       to_float(a.v[h * 4 + 3]) * u.w);
+    for (int q = 0; q < kBatch; ++q) {
+      if (first + q * kWarp >= packs) break;
+      out[first + q * kWarp] = a[q];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) dot = fmaf(to_float(a[q].v[e]), to_float(b[q].v[e]), dot);
     }
   }
-  dot = block_reduce<kThreads>(dot, Sum(), shared);
-  if (p.smooth.w) smooth = block_reduce<kThreads>(smooth, Sum(), smooth_shared);
-  if (threadIdx.x == 0) {
-    const float scale = float(option_logit_scale(p.options)) * kLog2e, cap = softcap_log2(p.options);
-    float z = dot + (p.bias && known ? p.bias[t] : 0.f);
-    z = cap > 0.f ? softcapped(z * scale / cap).tanh * cap : z * scale;
-    // An exponent of -inf would make NaN of the classes that are -inf as well.
-    p.rows.exponent[k] = !known ? NAN : z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;
-    p.rows.target[k] = known ? int32_t(t) : -1;
-    p.rows.target_logit[k] = NAN;
-    if (p.smooth.w) p.rows.smooth[k] = smooth + (p.smooth.bias ? *p.smooth.bias : 0.0);
-    p.rows.bad[k] = 0;
+  if (p.smooth.w) {
+    for (int64_t i = lane; i < p.hidden / 8; i += kWarp) {
+      const Pack<__nv_bfloat16> a = out[i];  // what this lane has put there
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 u = reinterpret_cast<const float4*>(p.smooth.w)[i * 2 + h];
+        smooth += double(to_float(a.v[h * 4]) * u.x + to_float(a.v[h * 4 + 1]) * u.y + to_float(a.v[h * 4 + 2]) * u.z +
+                         to_float(a.v[h * 4 + 3]) * u.w);
+      }
+    }
+    smooth = warp_reduce(smooth, Sum());
   }
+  dot = warp_reduce(dot, Sum());
+  if (lane != 0) return;
+  const float scale = float(option_logit_scale(p.options)) * kLog2e, cap = softcap_log2(p.options);
+  float z = dot + (p.bias && known ? p.bias[t] : 0.f);
+  z = cap > 0.f ? softcapped(z * scale / cap).tanh * cap : z * scale;
+  // An exponent of -inf would make NaN of the classes that are -inf as well.
+  p.rows.exponent[k] = !known ? NAN : z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;
+  p.rows.target[k] = known ? int32_t(t) : -1;
+  p.rows.target_logit[k] = NAN;
+  if (p.smooth.w) p.rows.smooth[k] = smooth + (p.smooth.bias ? *p.smooth.bias : 0.0);
+  p.rows.bad[k] = 0;
 }
 
-__device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const ChunkRows& chunk) {
+__device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const ChunkRows& chunk, int64_t block) {
   __shared__ RowConstants<float> constants;
-  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x % kRowsPerBlock, live = chunk.live;
-  if (threadIdx.x == 0) constants = row_constants<float>(p.row);
-  TileSums sum = sum_tiles(p.rows, p.tiles, p.chunk.size, k, k < live);
-  const int64_t i = k < p.chunk.size ? chunk.row(p.chunk, k) : -1;
-  if (threadIdx.x >= kRowsPerBlock || i < 0) return;
+  const int64_t k = block * kRowsPerBlock + threadIdx.x % kRowsPerBlock, live = chunk.live;
+  const bool is_owner = threadIdx.x < kRowsPerBlock;
+  if (threadIdx.x == kRowThreads - 1) constants = row_constants<float>(p.row);
+  // What the owner needs besides the sums is under way with them.
+  const int64_t i = is_owner && k < p.chunk.size ? chunk.row(p.chunk, k) : -1;
+  float z = 0.f, exponent = 0.f;
+  int target = -1;
+  if (is_owner && k < live) z = p.rows.target_logit[k], exponent = p.rows.exponent[k], target = p.rows.target[k];
+  const TileSums sum = sum_tiles(p.rows, p.tiles, k, k < live);
+  if (i < 0) return;
   RowGradient found{};
   float correct = 0.f;
   int predicted = -1;
   if (k < live) {
     if (!p.repair) mark_if_bad(p.rows, k, sum.exact, p.row.options);
-    const float z = p.rows.target_logit[k], scale = constants.logit_scale;
-    const int target = p.rows.target[k];
+    const float scale = constants.logit_scale;
     const float* weights = static_cast<const float*>(p.row.weight);
     const float target_weight = !weights ? 1.f : target >= 0 ? weights[target] : NAN;
     const double residue = p.row.options.softcap > 0 ? sum.rounded : sum.exact - sum.rounded;
-    found = row_gradient(p.row, constants, i, p.rows.exponent[k], sum.exact, float(residue), z, target_weight,
+    found = row_gradient(p.row, constants, i, exponent, sum.exact, float(residue), z, target_weight,
                          p.rows.smooth ? p.rows.smooth + k : nullptr);
     if (p.rows.best) {
       float2 best = sum.best;
@@ -111,112 +125,148 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
 }
 
 // What the dW product reads: rows of x times v, a warp a row.
-__device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const ChunkRows& chunk) {
+__device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const ChunkRows& chunk, int64_t block) {
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
-  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kSlices) {
-    const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + r;
+  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kRowWarps) {
+    const int64_t k = block * kRowsPerBlock + r;
     if (k >= chunk.live) return;
     scale_row(p.gathered, k, p.hidden, p.rows.v[k] * alpha);
   }
 }
 
-__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
-    fused_finish_kernel(const __grid_constant__ FusedFinishParams p) {
-  sm90::begin_after_previous_launch();
-  const ChunkRows chunk(p.chunk);
-  // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
-  if (!p.repair || (*p.rows.any && p.rows.only[int64_t(blockIdx.x) * kRowsPerBlock / kRowGroup])) finish_rows(p, chunk);
-  if (!p.repair || !p.gathered) return;
-  __syncthreads();  // v may be new
-  scale_rows(p, chunk);
-}
-
-__device__ __forceinline__ int32_t sort_key(const FusedSortParams& p, int64_t i) {
-  int64_t t = p.num_classes;
-  if (i < int64_t(p.counts[kCountRows])) {
-    t = p.targets[p.row_index[i] + p.shift] - p.first_class;
-    if (t < 0 || t > p.num_classes) t = p.num_classes;
-  }
-  return int32_t(t);
-}
-
 // The rows of each class in their order. Tiles of rows are sorted by counting: a row's place in its tile is the number of
 // the tile's rows that belong before it. Its place among all rows is that, and what belongs before it in each other tile,
-// which bisection finds. Two launches, no sort of all and no memory for one.
-constexpr int kTile = 2048, kRankThreads = 512, kRankRows = 64, kRankEach = kRankRows / kWarp,
-              kRankSlices = kRankThreads / kWarp, kMergeThreads = 256;
+// which bisection finds. No sort of all and no memory for one, and both steps are blocks of kernels that run anyway.
+constexpr int kTile = 2048, kSortRows = 64, kSortEach = kSortRows / kWarp, kSortSlices = kWarps, kMergeRows = kWarp;
+constexpr int64_t kNarrowClasses = (int64_t(1) << 32) / kTile;  // fewer: a key takes 32 bits
 
-// A key is the class, and in the lower bits the row in its tile, so no two are equal.
+unsigned sort_blocks(const FusedSortParams& p) {
+  return unsigned((p.rows + kSortRows - 1) / kSortRows);
+}
+
+unsigned merge_blocks(const FusedSortParams& p) {
+  return unsigned((p.rows + kMergeRows - 1) / kMergeRows);
+}
+
+// By blocks of kThreads: each finds the places of kSortRows rows in their tile. A key is the class, and in the lower bits
+// the row in its tile, so no two are equal.
 template <class Key>
-__global__ void __launch_bounds__(kRankThreads) sort_tiles_kernel(FusedSortParams p) {
+__device__ __forceinline__ void sort_tile(const FusedSortParams& p, int64_t block, int64_t blocks) {
   struct alignas(16) Four {
     Key v[4];
   };
   __shared__ Four tile[kTile / 4];
-  __shared__ int counted[kRankSlices][kRankRows];
-  sm90::begin_after_previous_launch();
+  __shared__ int counted[kSortSlices][kSortRows];
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp;
-  const int64_t first = int64_t(blockIdx.x) * kRankRows, base = first - first % kTile;
+  const int64_t first = block * kSortRows, base = first - first % kTile;
   Key* keys = &tile[0].v[0];
+  constexpr int kEach = kTile / kThreads;
+  const int64_t live = int64_t(p.counts[kCountRows]) - base;
+  int64_t target[kEach];
+  int32_t row[kEach];
+#pragma unroll  // all loads of a kind, before any is used
+  for (int e = 0; e < kEach; ++e) {
+    const int j = e * kThreads + threadIdx.x;
+    row[e] = j < live ? p.row_index[base + j] : -1;
+  }
 #pragma unroll
-  for (int j = threadIdx.x; j < kTile; j += kRankThreads)
-    keys[j] = base + j < p.rows ? Key(sort_key(p, base + j)) * kTile + j : ~Key(0);
-  for (int64_t c = int64_t(blockIdx.x) * kRankThreads + threadIdx.x; c < p.num_classes;
-       c += int64_t(gridDim.x) * kRankThreads)
-    p.starts[c] = -1;
+  for (int e = 0; e < kEach; ++e) target[e] = row[e] >= 0 ? p.targets[row[e] + p.shift] - p.first_class : -1;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int j = e * kThreads + threadIdx.x;
+    const bool known = target[e] >= 0 && target[e] < p.num_classes;
+    keys[j] = base + j < p.rows ? Key(known ? target[e] : p.num_classes) * kTile + j : ~Key(0);
+  }
+  for (int64_t c = block * kThreads + threadIdx.x; c < p.num_classes; c += blocks * kThreads) p.starts[c] = -1;
   __syncthreads();
-  Key own[kRankEach];
-  int before[kRankEach] = {};
+  Key own[kSortEach];
+  int before[kSortEach] = {};
 #pragma unroll
-  for (int r = 0; r < kRankEach; ++r) own[r] = keys[first - base + r * kWarp + lane];
+  for (int r = 0; r < kSortEach; ++r) own[r] = keys[first - base + r * kWarp + lane];
 #pragma unroll 8
-  for (int q = 0; q < kTile / 4 / kRankSlices; ++q) {
-    const Four x = tile[slice * (kTile / 4 / kRankSlices) + q];
+  for (int q = 0; q < kTile / 4 / kSortSlices; ++q) {
+    const Four x = tile[slice * (kTile / 4 / kSortSlices) + q];
 #pragma unroll
-    for (int r = 0; r < kRankEach; ++r)
+    for (int r = 0; r < kSortEach; ++r)
       before[r] += (x.v[0] < own[r]) + (x.v[1] < own[r]) + (x.v[2] < own[r]) + (x.v[3] < own[r]);
   }
 #pragma unroll
-  for (int r = 0; r < kRankEach; ++r) counted[slice][r * kWarp + lane] = before[r];
+  for (int r = 0; r < kSortEach; ++r) counted[slice][r * kWarp + lane] = before[r];
   __syncthreads();
   const int64_t i = first + threadIdx.x;
-  if (threadIdx.x >= kRankRows || i >= p.rows) return;
+  if (threadIdx.x >= kSortRows || i >= p.rows) return;
   int64_t place = base;
-  for (int s = 0; s < kRankSlices; ++s) place += counted[s][threadIdx.x];
+  for (int s = 0; s < kSortSlices; ++s) place += counted[s][threadIdx.x];
   p.tile_keys[place] = int32_t(keys[i - base] / kTile);
   p.tile_positions[place] = int32_t(i);
 }
 
-// How many of a sorted tile belong(key) holds for: all of those before some place.
-template <class Belongs>
-__device__ __forceinline__ int count_first(const uint32_t (&tile)[kTile], Belongs belongs) {
-  int n = 0;
+// By blocks of kRowThreads: a row a lane, its place among every kRowWarps-th tile a warp.
+__device__ __forceinline__ void merge_tiles(const FusedSortParams& p, int64_t block) {
+  struct Place {
+    int32_t place, start, end;  // of the row, and of its class
+  };
+  __shared__ Place of_warp[kRowWarps][kMergeRows];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t i = block * kMergeRows + lane, own = i - i % kTile;
+  const uint32_t key = i < p.rows ? uint32_t(p.tile_keys[i]) : 0;
+  Place sum{};
+  for (int64_t base = int64_t(warp) * kTile; base < p.rows; base += int64_t(kRowWarps) * kTile) {
+    const int32_t* keys = p.tile_keys + base;
+    const int count = int(p.rows - base < kTile ? p.rows - base : kTile);
+    int less = 0, not_more = 0;  // keys of the tile below the row's, and up to it
 #pragma unroll
-  for (int step = kTile / 2; step > 0; step /= 2) n += belongs(tile[n + step - 1]) ? step : 0;
-  return n + (belongs(tile[n]) ? 1 : 0);
+    for (int step = kTile; step > 0; step /= 2) {
+      if (less + step <= count && uint32_t(keys[less + step - 1]) < key) less += step;
+      if (not_more + step <= count && uint32_t(keys[not_more + step - 1]) <= key) not_more += step;
+    }
+    sum.start += less, sum.end += not_more;
+    sum.place += base == own ? int(i - own) : base < own ? not_more : less;
+  }
+  of_warp[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || i >= p.rows) return;
+  for (int w = 1; w < kRowWarps; ++w) {
+    const Place& other = of_warp[w][lane];
+    sum.place += other.place, sum.start += other.start, sum.end += other.end;
+  }
+  p.keys[sum.place] = int32_t(key);
+  p.positions[sum.place] = p.tile_positions[i];
+  if (key < p.num_classes && sum.place == sum.start) p.starts[key] = sum.start, p.ends[key] = sum.end;
 }
 
-__global__ void __launch_bounds__(kMergeThreads) merge_tiles_kernel(FusedSortParams p) {
-  __shared__ uint32_t tile[kTile];
+template <class Key>
+__global__ void __launch_bounds__(kThreads) sort_tiles_kernel(const __grid_constant__ FusedSortParams p) {
   sm90::begin_after_previous_launch();
-  const int64_t i = int64_t(blockIdx.x) * kMergeThreads + threadIdx.x, own = i - i % kTile;
-  const uint32_t key = i < p.rows ? uint32_t(p.tile_keys[i]) : 0;
-  int64_t place = i - own, start = 0, end = 0;
-  for (int64_t base = 0; base < p.rows; base += kTile) {
-    __syncthreads();
-#pragma unroll
-    for (int j = threadIdx.x; j < kTile; j += kMergeThreads)
-      tile[j] = base + j < p.rows ? uint32_t(p.tile_keys[base + j]) : UINT32_MAX;
-    __syncthreads();
-    const int less = count_first(tile, [key](uint32_t k) { return k < key; }),
-              not_more = count_first(tile, [key](uint32_t k) { return k <= key; });
-    start += less, end += not_more;
-    if (base != own) place += base < own ? not_more : less;
-  }
-  if (i >= p.rows) return;
-  p.keys[place] = int32_t(key);
-  p.positions[place] = p.tile_positions[i];
-  if (key < p.num_classes && place == start) p.starts[key] = int32_t(start), p.ends[key] = int32_t(end);
+  sort_tile<Key>(p, blockIdx.x, gridDim.x);
+}
+
+__global__ void __launch_bounds__(kRowThreads) merge_tiles_kernel(const __grid_constant__ FusedSortParams p) {
+  sm90::begin_after_previous_launch();
+  merge_tiles(p, blockIdx.x);
+}
+
+template <class In, class Key>
+__global__ void __launch_bounds__(kThreads)
+    fused_gather_kernel(const __grid_constant__ FusedGatherParams p, unsigned sort_blocks) {
+  sm90::begin_after_previous_launch();
+  if (blockIdx.x < sort_blocks)
+    sort_tile<Key>(p.sort, blockIdx.x, sort_blocks);
+  else
+    gather_row<In>(p, int64_t(blockIdx.x - sort_blocks) * kWarps + threadIdx.x / kWarp);
+}
+
+__global__ void __launch_bounds__(kRowThreads, 4)
+    fused_finish_kernel(const __grid_constant__ FusedFinishParams p, unsigned merge_blocks) {
+  sm90::begin_after_previous_launch();
+  if (blockIdx.x < merge_blocks) return merge_tiles(p.sort, blockIdx.x);
+  const int64_t block = blockIdx.x - merge_blocks;
+  const ChunkRows chunk(p.chunk);
+  // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
+  if (!p.repair || (*p.rows.any && p.rows.only[block * kRowsPerBlock / kRowGroup])) finish_rows(p, chunk, block);
+  if (!p.repair || !p.gathered) return;
+  __syncthreads();  // v may be new
+  scale_rows(p, chunk, block);
 }
 
 // Eight sums of one class from 16 bits in place and 8 in `low`, as hopper/split_accumulator.cuh left them.
@@ -320,30 +370,35 @@ bool fused_supported_device() {
 }
 
 cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream) {
-  const unsigned blocks = unsigned(p.chunk.size);
+  const unsigned sorting = sort_blocks(p.sort);
+  const auto launch = [&](auto kernel) {
+    return sm90::launch_dependent(kernel, unsigned((p.chunk.size + kWarps - 1) / kWarps) + sorting, kThreads, stream, p,
+                                  sorting);
+  };
+  const bool narrow = p.num_classes < kNarrowClasses;
   switch (p.input_dtype) {
     case DType::f32:
-      return sm90::launch_dependent(fused_gather_kernel<float>, blocks, kThreads, stream, p);
+      return narrow ? launch(fused_gather_kernel<float, uint32_t>) : launch(fused_gather_kernel<float, uint64_t>);
     case DType::bf16:
-      return sm90::launch_dependent(fused_gather_kernel<__nv_bfloat16>, blocks, kThreads, stream, p);
+      return narrow ? launch(fused_gather_kernel<__nv_bfloat16, uint32_t>)
+                    : launch(fused_gather_kernel<__nv_bfloat16, uint64_t>);
     case DType::f16:
-      return sm90::launch_dependent(fused_gather_kernel<__half>, blocks, kThreads, stream, p);
+      return narrow ? launch(fused_gather_kernel<__half, uint32_t>) : launch(fused_gather_kernel<__half, uint64_t>);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t launch_fused_finish(const FusedFinishParams& p, cudaStream_t stream) {
-  return sm90::launch_dependent(fused_finish_kernel, unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock),
-                                kRowsPerBlock * kSlices, stream, p);
+  const unsigned merging = merge_blocks(p.sort),
+                 blocks = unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock) + merging;
+  return sm90::launch_dependent(fused_finish_kernel, blocks, kRowThreads, stream, p, merging);
 }
 
 cudaError_t launch_fused_sort(const FusedSortParams& p, cudaStream_t stream) {
-  const auto blocks = [&](int rows) { return unsigned((p.rows + rows - 1) / rows); };
-  const auto sort_tiles =
-      p.num_classes < (int64_t(1) << 32) / kTile ? sort_tiles_kernel<uint32_t> : sort_tiles_kernel<uint64_t>;
-  if (cudaError_t e = sm90::launch_dependent(sort_tiles, blocks(kRankRows), kRankThreads, stream, p)) return e;
-  return sm90::launch_dependent(merge_tiles_kernel, blocks(kMergeThreads), kMergeThreads, stream, p);
+  const auto sort_tiles = p.num_classes < kNarrowClasses ? sort_tiles_kernel<uint32_t> : sort_tiles_kernel<uint64_t>;
+  if (cudaError_t e = sm90::launch_dependent(sort_tiles, sort_blocks(p), kThreads, stream, p)) return e;
+  return sm90::launch_dependent(merge_tiles_kernel, merge_blocks(p), kRowThreads, stream, p);
 }
 
 cudaError_t launch_fused_targets(const FusedTargetsParams& p, cudaStream_t stream) {

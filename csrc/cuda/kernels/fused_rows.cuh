@@ -19,7 +19,9 @@ constexpr float kLargestSum = 1.152921504606847e18f;  // 2^60
 // With token scaling the probability of the target is a factor of v once more, which would leave it no range.
 constexpr float kLargestScaledSum = 1048576.f;  // 2^20
 
-constexpr int kRowsPerBlock = 32, kSlices = 8;
+// What a chunk's losses take is how long a row waits for memory, so a block has few rows and many loads under way.
+constexpr int kRowThreads = 256, kRowWarps = kRowThreads / kWarp, kRowsPerBlock = kPairRows,
+              kSlices = kRowThreads / kRowsPerBlock;
 
 // The larger logit, the lower class of equals.
 __device__ __forceinline__ void take_larger(float2& best, float2 other) {
@@ -32,32 +34,48 @@ struct TileSums {
   float2 best;
 };
 
-// 32 rows a block, 8 slices of tiles each; slices are added in order. The threads of slice 0 get the sums of row k.
-__device__ __forceinline__ TileSums sum_tiles(const FusedRows& rows, int64_t tiles, int64_t size, int64_t k,
-                                              bool is_live) {
-  __shared__ double exact_sums[kSlices][kRowsPerBlock], rounded_sums[kSlices][kRowsPerBlock];
-  __shared__ float2 best_of[kSlices][kRowsPerBlock];
-  const int lane = threadIdx.x % kRowsPerBlock, slice = threadIdx.x / kRowsPerBlock;
-  TileSums sum{0, 0, make_float2(-INFINITY, __int_as_float(INT32_MAX))};
-  if (is_live && rows.best) {
-    const float2* found = static_cast<const float2*>(rows.best);
-    for (int64_t t = slice; t < tiles; t += kSlices) take_larger(sum.best, found[t * size + k]);
+// use(pair) for the pairs of row k in every kSlices-th tile, in order; several loads are under way at once.
+template <class Use>
+__device__ __forceinline__ void for_each_tile(const void* pairs, int64_t tiles, int64_t k, float2 nothing, Use use) {
+  constexpr int kBatch = 16;
+  const float2* of_row = static_cast<const float2*>(pairs) + fused_pair(k, 0, tiles);
+  for (int64_t t = threadIdx.x / kRowsPerBlock; t < tiles; t += kBatch * kSlices) {
+    float2 pair[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      pair[b] = t + b * kSlices < tiles ? of_row[(t + b * kSlices) * kPairRows] : nothing;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) use(pair[b]);
   }
+}
+
+// Row k = that of threadIdx.x % kRowsPerBlock; the tiles in slices, which are added in a fixed order. The first
+// kRowsPerBlock threads get the sums.
+__device__ __forceinline__ TileSums sum_tiles(const FusedRows& rows, int64_t tiles, int64_t k, bool is_live) {
+  __shared__ TileSums of_warp[kRowWarps][kRowsPerBlock];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const float2 none = make_float2(-INFINITY, __int_as_float(INT32_MAX));
+  TileSums sum{0, 0, none};
+  if (is_live && rows.best) for_each_tile(rows.best, tiles, k, none, [&](float2 b) { take_larger(sum.best, b); });
   if (is_live) {
-    const float2* sums = static_cast<const float2*>(rows.sums);
-    for (int64_t t = slice; t < tiles; t += kSlices) {
-      const float2 s = sums[t * size + k];
-      sum.exact += double(s.x), sum.rounded += double(s.y);
-    }
+    for_each_tile(rows.sums, tiles, k, make_float2(0.f, 0.f),
+                  [&](float2 s) { sum.exact += double(s.x), sum.rounded += double(s.y); });
   }
-  exact_sums[slice][lane] = sum.exact;
-  rounded_sums[slice][lane] = sum.rounded;
-  best_of[slice][lane] = sum.best;
+#pragma unroll
+  for (int offset = kRowsPerBlock; offset < kWarp; offset *= 2) {
+    sum.exact += __shfl_xor_sync(0xffffffffu, sum.exact, offset);
+    sum.rounded += __shfl_xor_sync(0xffffffffu, sum.rounded, offset);
+    const float logit = __shfl_xor_sync(0xffffffffu, sum.best.x, offset),
+                its_class = __shfl_xor_sync(0xffffffffu, sum.best.y, offset);
+    take_larger(sum.best, make_float2(logit, its_class));
+  }
+  if (lane < kRowsPerBlock) of_warp[warp][lane] = sum;
   __syncthreads();
-  if (slice == 0) {
-    for (int s = 1; s < kSlices; ++s) {
-      sum.exact += exact_sums[s][lane], sum.rounded += rounded_sums[s][lane];
-      take_larger(sum.best, best_of[s][lane]);
+  if (threadIdx.x < kRowsPerBlock) {
+    for (int w = 1; w < kRowWarps; ++w) {
+      const TileSums& other = of_warp[w][lane];
+      sum.exact += other.exact, sum.rounded += other.rounded;
+      take_larger(sum.best, other.best);
     }
   }
   return sum;

@@ -81,14 +81,13 @@ __global__ void __launch_bounds__(kThreads) shard_gather_kernel(const __grid_con
   }
 }
 
-__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
-    shard_stats_kernel(const __grid_constant__ FusedShardStatsParams p) {
+__global__ void __launch_bounds__(kRowThreads) shard_stats_kernel(const __grid_constant__ FusedShardStatsParams p) {
   sm90::begin_after_previous_launch();
   if (p.repair && !(*p.rows.any && p.rows.only[int64_t(blockIdx.x) * kRowsPerBlock / kRowGroup])) return;
   const ChunkRows chunk(p.chunk);
   const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x % kRowsPerBlock, size = p.chunk.size;
   const bool is_live = k < chunk.live;
-  const TileSums sum = sum_tiles(p.rows, p.tiles, size, k, is_live);
+  const TileSums sum = sum_tiles(p.rows, p.tiles, k, is_live);
   if (threadIdx.x >= kRowsPerBlock || k >= size) return;
   float own = 0.f;
   if (is_live) {
@@ -150,12 +149,11 @@ __global__ void __launch_bounds__(kThreads) shard_finish_kernel(const __grid_con
   if (p.row.logsumexp) static_cast<float*>(p.row.logsumexp)[i] = found.row.logsumexp;
 }
 
-__global__ void __launch_bounds__(kRowsPerBlock* kSlices)
-    shard_scale_kernel(const __grid_constant__ FusedShardScaleParams p) {
+__global__ void __launch_bounds__(kRowThreads) shard_scale_kernel(const __grid_constant__ FusedShardScaleParams p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.ticket = 0;
   const ChunkRows chunk(p.chunk);
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
-  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kSlices) {
+  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kRowWarps) {
     const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + r;
     if (k >= chunk.live) return;
     scale_row(p.gathered, k, p.hidden, p.v[k] * alpha);
@@ -208,7 +206,7 @@ cudaError_t launch_fused_shard_gather(const FusedShardGatherParams& p, cudaStrea
 
 cudaError_t launch_fused_shard_stats(const FusedShardStatsParams& p, cudaStream_t stream) {
   return sm90::launch_dependent(shard_stats_kernel, unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock),
-                                kRowsPerBlock * kSlices, stream, p);
+                                kRowThreads, stream, p);
 }
 
 cudaError_t launch_fused_shard_finish(const FusedShardFinishParams& p, cudaStream_t stream) {
@@ -217,8 +215,7 @@ cudaError_t launch_fused_shard_finish(const FusedShardFinishParams& p, cudaStrea
 }
 
 cudaError_t launch_fused_shard_scale(const FusedShardScaleParams& p, cudaStream_t stream) {
-  shard_scale_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowsPerBlock * kSlices, 0,
-                       stream>>>(p);
+  shard_scale_kernel<<<unsigned((p.chunk.size + kRowsPerBlock - 1) / kRowsPerBlock), kRowThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

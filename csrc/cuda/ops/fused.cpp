@@ -69,8 +69,8 @@ struct Scratch {
     this->rows.exponent = carver.take<float>(chunk_rows);
     this->rows.target = carver.take<int32_t>(chunk_rows);
     this->rows.target_logit = carver.take<float>(chunk_rows);
-    this->rows.sums = carver.take<float>(2 * tiles * chunk_rows);
-    this->rows.best = carver.take<float>(argmax ? 2 * tiles * chunk_rows : 0);
+    this->rows.sums = carver.take<float>(2 * fused_pairs(chunk_rows, tiles));
+    this->rows.best = carver.take<float>(argmax ? 2 * fused_pairs(chunk_rows, tiles) : 0);
     this->rows.smooth = carver.take<double>(has.smoothing ? chunk_rows : 0);
     this->rows.v = carver.take<float>(chunk_rows);
     this->rows.bad = carver.take<int32_t>(chunk_rows);
@@ -134,13 +134,12 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
               *class_weight = static_cast<const float*>(data_or_null(in.weight));
   const DType x_dtype = dtype_of(x.scalar_type());
 
-  // Which rows each class is the target of; known before the first product.
+  // Which rows each class is the target of: found beside the first chunk's gather and losses.
   FusedSortParams sort{};
   if (need_targets) {
     int32_t* at = scratch.lists;
     sort = {counts_ptr, row_index, rows,          classes,       in.targets(),  in.shift,
             at,         at + rows, at + 2 * rows, at + 3 * rows, at + 4 * rows, at + 4 * rows + classes};
-    done(launch_fused_sort(sort, stream_), "fused sort");
   }
   if (scratch.bias) done(launch_fused_bias({bias, classes, scratch.padded, scratch.bias}, stream_), "fused bias");
   if (has.smoothing)
@@ -155,6 +154,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
 
   for (int64_t i = 0; i < chunks.count; ++i) {
     const FusedChunk chunk{counts_ptr, row_index, rows, i, chunks.rows, upstream_ptr};
+    const FusedSortParams sorted_here = i == 0 ? sort : FusedSortParams{};
     done(launch_fused_gather({chunk,
                               x.const_data_ptr(),
                               x_dtype,
@@ -171,7 +171,8 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
                               scratch.gathered,
                               dx_ptr,
                               x_dtype,
-                              scratch.rows},
+                              scratch.rows,
+                              sorted_here},
                              stream_),
          "fused gather");
     const FusedLogitsParams logits{chunk,        scratch.gathered, w.const_data_ptr(),
@@ -181,13 +182,14 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
     const int64_t tiles = ceil_div(classes, kLogitsTileColumns);
     done(launch_fused_logits(logits, stream_), "fused logits");
     FusedFinishParams finish{
-        chunk, row_params(in, upstream), scratch.rows, tiles, false, need.dw ? scratch.gathered : nullptr, hidden};
+        chunk,      row_params(in, upstream), scratch.rows, tiles, false, need.dw ? scratch.gathered : nullptr, hidden,
+        sorted_here};
     finish.row.chunk.counts = chunk.counts;  // what the formulas read of it
     finish.row.bias = bias;
     if (outputs) outputs->attach(finish.row);
     done(launch_fused_finish(finish, stream_), "fused finish");
     done(launch_fused_repair(logits, tiles, stream_), "fused repair");
-    finish.repair = true;
+    finish.repair = true, finish.sort = {};
     done(launch_fused_finish(finish, stream_), "fused finish");
     const FusedDxParams dx{chunk,  e.const_data_ptr(), e_pitch,         w.const_data_ptr(), pitch_of(w),  classes,
                            hidden, scratch.dx_parts,   scratch.product, scratch.smooth_w,   scratch.rows, dx_ptr,

@@ -212,8 +212,8 @@ std::tuple<Tensor, Tensor, Tensor> flce_shard_fused_logits(Tensor input, Tensor 
     row_arrays.exponent = carver.take<float>(size);
     row_arrays.target = carver.take<int32_t>(size);
     row_arrays.target_logit = carver.take<float>(size);
-    row_arrays.sums = carver.take<float>(2 * tiles * size);
-    row_arrays.best = carver.take<float>(predicted_tokens ? 2 * tiles * size : 0);
+    row_arrays.sums = carver.take<float>(2 * fused_pairs(size, tiles));
+    row_arrays.best = carver.take<float>(predicted_tokens ? 2 * fused_pairs(size, tiles) : 0);
     row_arrays.bad = carver.take<int32_t>(size);
     row_arrays.only = carver.take<int32_t>(ceil_div(size, kRowGroup));
     row_arrays.any = carver.take<int32_t>(1);
