@@ -20,6 +20,8 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 def check_tensor(function: str, name: str, tensor: object) -> None:
     """Raise TypeError for what is no tensor, or is sharded over devices (a DTensor)."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
     # By its attribute: the class would cost an import of torch.distributed.
@@ -46,7 +48,7 @@ def check_device(function: str, name: str, tensor: Tensor, device: torch.device)
 
 def check_shape(function: str, name: str, tensor: Tensor, shape: Sequence[int], meaning: str) -> None:
     """Raise ValueError unless the tensor has that shape."""
-    if tuple(tensor.shape) != tuple(shape):
+    if tensor.shape != shape and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{function}: {name} must have shape {tuple(shape)}, {meaning}, got {tuple(tensor.shape)}")
 
 

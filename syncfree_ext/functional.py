@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from .ops import flce_outputs
+from .ops import cross_entropy_outputs, flce_outputs
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Number: TypeAlias = "int | float"
@@ -145,8 +145,7 @@ def linear_cross_entropy(
     flat_target = _as_sequences(target)
     options.update(chunk_rows=chunk_rows, workspace_bytes=workspace_bytes, accum_dtype=accum_dtype)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
-        # What torch.ops.syncfree.flce does, without the way there.
-        loss = flce_outputs(rows, linear_weight, flat_target, linear_bias, **options)[0]
+        loss = flce_outputs(rows, linear_weight, flat_target, linear_bias, wanted=1, **options)[0]
         return _per_row(loss, target, reduction)
     outputs = flce_outputs(
         rows,
@@ -242,8 +241,8 @@ def cross_entropy(
     rows = _as_matrix(logits)
     flat_target = _as_sequences(target)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
-        return _per_row(torch.ops.syncfree.cross_entropy(rows, flat_target, **options), target, reduction)
-    outputs = torch.ops.syncfree.cross_entropy_forward(
+        return _per_row(cross_entropy_outputs(rows, flat_target, wanted=1, **options)[0], target, reduction)
+    outputs = cross_entropy_outputs(
         rows,
         flat_target,
         **options,
@@ -346,6 +345,8 @@ def _loss_options(
 
 def _as_matrix(rows: Tensor) -> Tensor:
     """(..., H) as (rows, H); a view wherever the strides allow one."""
+    if rows.dim() == 2:
+        return rows
     return rows.unsqueeze(0) if rows.dim() == 1 else rows.flatten(0, -2)
 
 

@@ -27,8 +27,39 @@ _library: Any = torch.library.Library("syncfree", "IMPL")
 # The options that are tensors. None of them is differentiable.
 _OPTION_TENSORS = ("weight", "token_weight", "num_items", "logit_scale_tensor", "z_loss_weight_tensor")
 
+# The options that are numbers, as the schemas have them.
+_DEFAULTS = (
+    ("ignore_index", -100),
+    ("label_smoothing", 0.0),
+    ("logit_scale", 1.0),
+    ("z_loss_weight", 0.0),
+    ("shift", 0),
+)
 
 # ----------------------------------------------------------------------------------------------------------- composites
+
+# What the dispatcher of a thread looks at besides the tensors' own keys, where nothing watches or changes operations:
+# modes, traces and transforms add keys of their own.
+_PLAIN_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _reaches_autograd(*tensors: Tensor | None) -> bool:
+    """Whether an op that is called with these tensors would reach its kernel of the Autograd key first of all."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_KEYS
+        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+        or torch._C._len_torch_function_stack() > 0
+    ):
+        return False
+    for tensor in tensors:  # noqa: SIM110  (all() takes twice as long)
+        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
+            return False
+    return True
 
 
 def _refuse_gradients_of_options(op: str, options: dict[str, Any]) -> None:
@@ -58,6 +89,15 @@ def _compute_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
     return input.dtype
 
 
+def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that are as the schema has them: each argument of an op takes host time."""
+    few = {name: value for name, value in options.items() if value is not None and value is not False}
+    for name, default in _DEFAULTS:
+        if few.get(name) == default:
+            del few[name]
+    return few
+
+
 def _is_lean(accum_dtype: torch.dtype | None, compute: torch.dtype, linear_weight: Tensor) -> bool:
     """Whether the weight gradient is added up over chunks in bfloat16. float16 has not the range for it."""
     if accum_dtype is None or accum_dtype == torch.float32:
@@ -76,6 +116,7 @@ def flce_outputs(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
+    wanted: int = 5,
     reduction: str = "mean",
     accum_dtype: torch.dtype | None = None,
     **options: Any,
@@ -87,12 +128,13 @@ def flce_outputs(
         linear_weight: (V, H), in the dtype of input unless autocast is on.
         target: (rows,) or (B, T) with B * T = rows; int64 or int32.
         linear_bias: (V,), any floating dtype.
+        wanted: how many outputs: the loss alone, or with what is beside it. Each tensor takes host time.
         reduction: "mean", "sum" or "none".
         accum_dtype: as in `linear_cross_entropy`.
         options: the other options of `flce`, and the need_* flags of the outputs beside the loss.
 
     Returns:
-        The ten outputs of `flce_forward`. Only the first, the loss, is differentiable.
+        That many of the first five outputs of `flce_forward`. Only the first, the loss, is differentiable.
 
     Raises:
         TypeError: the dtypes of input and linear_weight differ outside autocast.
@@ -100,34 +142,63 @@ def flce_outputs(
     """
     _refuse_gradients_of_options("flce", options)
     compute = _compute_dtype(input, linear_weight)
+    lean = _is_lean(accum_dtype, compute, linear_weight)
+    compute_dtype = None if input.dtype == compute == linear_weight.dtype else compute
     # "none" has no gradient before the upstream gradient of each row is known.
     differentiate = torch.is_grad_enabled() and reduction != "none"
-    outputs: tuple[Tensor, ...] = _syncfree.flce_forward.default(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
+    options.update(
         reduction=reduction,
-        lean=_is_lean(accum_dtype, compute, linear_weight),
-        compute_dtype=None if input.dtype == compute == linear_weight.dtype else compute,
+        lean=lean,
+        compute_dtype=compute_dtype,
         need_dx=differentiate and input.requires_grad,
         need_dw=differentiate and linear_weight.requires_grad,
         need_db=differentiate and linear_bias is not None and linear_bias.requires_grad,
-        **options,
     )
-    return outputs
+    op = _syncfree.flce_forward.default
+    if not _reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
+        outputs: tuple[Tensor, ...] = op(input, linear_weight, target, linear_bias, **options)
+        return outputs[:wanted]
+    # The dispatcher would come back to Python at once, to _flce_forward_autograd.
+    options = _without_defaults(options)
+    if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
+        return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, None, options, wanted))
+    return tuple(_below_autograd(op, None, input, linear_weight, target, linear_bias, **options)[:wanted])
 
 
 def _flce(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    return flce_outputs(input, linear_weight, target, linear_bias, **options)[0]
+    return flce_outputs(input, linear_weight, target, linear_bias, wanted=1, **options)[0]
+
+
+def cross_entropy_outputs(logits: Tensor, target: Tensor, *, wanted: int = 5, **options: Any) -> tuple[Tensor, ...]:
+    """Call `cross_entropy_forward`.
+
+    Args:
+        logits: (rows, V), any strides.
+        target: (rows,) or (B, T) with B * T = rows; int64 or int32.
+        wanted: as in `flce_outputs`.
+        options: the other options of `cross_entropy`, and the need_* flags of the outputs beside the loss.
+
+    Returns:
+        That many of the first five outputs of `cross_entropy_forward`. Only the first, the loss, is differentiable.
+
+    Raises:
+        ValueError: an option tensor requires grad.
+    """
+    _refuse_gradients_of_options("cross_entropy", options)
+    op = _syncfree.cross_entropy_forward.default
+    if not _reaches_autograd(logits, target, *map(options.get, _OPTION_TENSORS)):
+        outputs: tuple[Tensor, ...] = op(logits, target, **options)
+        return outputs[:wanted]
+    options = _without_defaults(options)
+    if _is_differentiated("cross_entropy_forward", logits):
+        return tuple(_CrossEntropyForward.apply(logits, target, None, options, wanted))
+    return tuple(_below_autograd(op, None, logits, target, **options)[:wanted])
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    _refuse_gradients_of_options("cross_entropy", options)
-    loss: Tensor = _syncfree.cross_entropy_forward(logits, target, **options)[0]
-    return loss
+    return cross_entropy_outputs(logits, target, wanted=1, **options)[0]
 
 
 _library.impl("flce", _flce, "CompositeImplicitAutograd")
@@ -141,8 +212,11 @@ _library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 
 
 def _below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Go on from a kernel of the Autograd key, which was called with keyset; or call op as if from there, with None."""
     with torch._C._AutoDispatchBelowAutograd():
         try:
+            if keyset is None:
+                return op(*args, **kwargs)
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         except RuntimeError as error:
             _raise_out_of_memory(error, (*args, *kwargs.values()))
@@ -189,6 +263,8 @@ def _is_traced() -> bool:
     """
     if torch.compiler.is_compiling():
         return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
     keys = torch._C._TorchDispatchModeKey
     return any(torch.utils._python_dispatch._detect_infra_mode(key) for key in (keys.PROXY, keys.FUNCTIONAL))
 
@@ -266,18 +342,16 @@ class _FlceForward(Function):
         target: Tensor,
         keyset: Any,
         options: dict[str, Any],
+        wanted: int | None,
     ) -> tuple[Tensor, ...]:
         op = _syncfree.flce_forward.default
-        outputs: tuple[Tensor, ...] = tuple(
-            _below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options)
-        )
+        computed = tuple(_below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
+        outputs = computed[:wanted]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.computed = tuple(bool(options.get(name)) for name in ("need_dx", "need_dw", "need_db"))
-        ctx.gradients = outputs[5:]
-        ctx.save_for_backward(
-            input, linear_weight, target, linear_bias, *(options.get(name) for name in _OPTION_TENSORS)
-        )
+        ctx.computed = (options.get("need_dx", False), options.get("need_dw", False), options.get("need_db", False))
+        ctx.gradients = computed[5:]
+        ctx.save_for_backward(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS))
         ctx.options = {
             name: value
             for name, value in options.items()
@@ -290,7 +364,7 @@ class _FlceForward(Function):
         upstream = grad_outputs[0]
         needed = ctx.needs_input_grad[:3]
         if upstream is None or not any(needed):
-            return (None,) * 6
+            return (None,) * 7
         with torch.no_grad():
             kept = ctx.gradients
             if kept is None or any(need and not has for need, has in zip(needed, ctx.computed, strict=True)):
@@ -301,7 +375,7 @@ class _FlceForward(Function):
                 gradients = _FlceForward._give_away(ctx, upstream, needed)
         if torch.is_grad_enabled():
             gradients = _once_differentiable("flce_forward", gradients, (upstream, *ctx.saved_tensors[:4]))
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
     @staticmethod
     def _recompute(ctx: Any, upstream: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -350,12 +424,15 @@ class _CrossEntropyForward(Function):
     """Autograd of `cross_entropy_forward`. Nothing that is saved is written to, so any backward is like the first."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, keyset: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, keyset: Any, options: dict[str, Any], wanted: int | None
+    ) -> tuple[Tensor, ...]:
         op = _syncfree.cross_entropy_forward.default
-        outputs: tuple[Tensor, ...] = tuple(_below_autograd(op, keyset, logits, target, **options))
+        computed = tuple(_below_autograd(op, keyset, logits, target, **options))
+        outputs = computed[:wanted]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(logits, target, outputs[5], *(options.get(name) for name in _OPTION_TENSORS))
+        ctx.save_for_backward(logits, target, computed[5], *map(options.get, _OPTION_TENSORS))
         ctx.options = {
             name: value
             for name, value in options.items()
@@ -367,13 +444,13 @@ class _CrossEntropyForward(Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         upstream = grad_outputs[0]
         if upstream is None or not ctx.needs_input_grad[0]:
-            return (None,) * 4
+            return (None,) * 5
         logits, target, row_stats, *tensors = ctx.saved_tensors
         options = dict(zip(_OPTION_TENSORS, tensors, strict=True))
         with torch.no_grad():
             gradient = _syncfree.cross_entropy_backward(upstream, logits, target, row_stats, **options, **ctx.options)
         gradients = _once_differentiable("cross_entropy_forward", (gradient,), (upstream, logits))
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _flce_forward_autograd(
@@ -385,14 +462,14 @@ def _flce_forward_autograd(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
-        return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, keyset, options))
+        return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, keyset, options, None))
     op = _syncfree.flce_forward.default
     return tuple(_below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
 
 
 def _cross_entropy_forward_autograd(keyset: Any, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
     if _is_differentiated("cross_entropy_forward", logits):
-        return tuple(_CrossEntropyForward.apply(logits, target, keyset, options))
+        return tuple(_CrossEntropyForward.apply(logits, target, keyset, options, None))
     return tuple(_below_autograd(_syncfree.cross_entropy_forward.default, keyset, logits, target, **options))
 
 
