@@ -33,11 +33,11 @@ constexpr uint32_t kOutside = 0xffc05ee0u;
 template <class C>
 __device__ __forceinline__ void store_pairs(const GemmArgs& p, float2* pairs, int r0, int col, int live, float2 first,
                                             float2 second) {
+  static_assert(kPairRows == 8);  // rows of a fragment
   if ((threadIdx.x & 3) || r0 >= live) return;
-  const int tiles = (p.n + C::kBN - 1) / C::kBN;
-  float2* at = pairs + fused_pair(r0, col / C::kBN, tiles);
+  float2* at = pairs + fused_pair(r0, col / C::kBN, p.tiles);
   *at = first;
-  if (r0 + kPairRows < live) at[tiles * kPairRows] = second;
+  if (r0 + kPairRows < live) at[p.tiles * kPairRows] = second;
 }
 
 // Maximum of each row over the tile's columns, to the first of its pair.

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
   const int m_live = C::kBound == Bound::m ? live : p.m;
   const int k_steps = ((C::kBound == Bound::k ? live : p.k) + C::kBK - 1) / C::kBK;
   constexpr int kRows = C::kBM * C::kCluster;
-  const int m_groups = (m_live + kRows - 1) / kRows, n_tiles = (p.n + C::kBN - 1) / C::kBN, plane = m_groups * n_tiles;
+  const int m_groups = (m_live + kRows - 1) / kRows, n_tiles = p.tiles, plane = m_groups * n_tiles;
   const int splits = C::kPing ? 1 : p.splits, part = C::kPing ? k_steps : (k_steps + splits - 1) / splits;
   const int tiles = (C::kAdd || (C::kSplit && p.load)) && k_steps == 0 ? 0 : plane * splits;
   const int first = blockIdx.x / C::kCluster, stride = gridDim.x / C::kCluster;
@@ -281,6 +281,7 @@ cudaError_t launch_gemm(const Matrix& a, const Matrix& b, const Matrix& d, GemmA
   args.m = static_cast<int>(C::kAmn ? a.columns : a.rows);
   args.n = static_cast<int>(C::kBmn ? b.columns : b.rows);
   args.k = static_cast<int>(C::kAmn ? a.rows : a.columns);
+  args.tiles = (args.n + C::kBN - 1) / C::kBN;
   if (args.splits < 1) args.splits = 1;
   const auto key = [&](const Matrix& x, int box_rows, int box_columns, bool f32) {
     return MapKey{

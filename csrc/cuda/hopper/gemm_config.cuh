@@ -97,6 +97,7 @@ struct GemmArgs {
   CUtensorMap a, b, d;
   FusedChunk chunk;  // its live rows bound m or k
   int m, n, k;
+  int tiles;    // of n
   int splits;   // parts of the reduction, added into D one after the other (f32_add, cooperative); two of them commute
   int* ticket;  // tickets: 0 before the launch
   int group;    // tiles of the resident operand (A for Bound::m, B for Bound::k) swept before the other one moves on

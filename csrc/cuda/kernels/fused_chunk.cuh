@@ -1,4 +1,5 @@
-// Which rows a chunk of the Hopper path holds, worked out by each block for itself, and where it keeps what it knows of them.
+// Which rows a chunk of the Hopper path holds, worked out by each warp or block for itself, and where it keeps what it
+// knows of them.
 #pragma once
 
 #include "fused.h"

@@ -127,16 +127,13 @@ __device__ __forceinline__ void finish_rows(const FusedFinishParams& p, const Ch
 // What the dW product reads: rows of x times v, a warp a row.
 __device__ __forceinline__ void scale_rows(const FusedFinishParams& p, const ChunkRows& chunk, int64_t block) {
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
-  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kRowWarps) {
-    const int64_t k = block * kRowsPerBlock + r;
-    if (k >= chunk.live) return;
-    scale_row(p.gathered, k, p.hidden, p.rows.v[k] * alpha);
-  }
+  const int64_t k = block * kRowsPerBlock + threadIdx.x / kWarp;
+  if (k < chunk.live) scale_row(p.gathered, k, p.hidden, p.rows.v[k] * alpha);
 }
 
-// The rows of each class in their order. Tiles of rows are sorted by counting: a row's place in its tile is the number of
-// the tile's rows that belong before it. Its place among all rows is that, and what belongs before it in each other tile,
-// which bisection finds. No sort of all and no memory for one, and both steps are blocks of kernels that run anyway.
+// The rows of each class in their order. Tiles of rows are sorted by counting: a row's place in its tile is the number
+// of the tile's rows that belong before it. Its place among all rows is that, and what belongs before it in each other
+// tile, which bisection finds. No sort of all and no memory for one, and both steps are blocks of kernels that run anyway.
 constexpr int kTile = 2048, kSortRows = 64, kSortEach = kSortRows / kWarp, kSortSlices = kWarps, kMergeRows = kWarp;
 constexpr int64_t kNarrowClasses = (int64_t(1) << 32) / kTile;  // fewer: a key takes 32 bits
 
@@ -148,8 +145,8 @@ unsigned merge_blocks(const FusedSortParams& p) {
   return unsigned((p.rows + kMergeRows - 1) / kMergeRows);
 }
 
-// By blocks of kThreads: each finds the places of kSortRows rows in their tile. A key is the class, and in the lower bits
-// the row in its tile, so no two are equal.
+// By blocks of kThreads: each finds the places of kSortRows rows in their tile. A key is the class, and in the lower
+// bits the row in its tile, so no two are equal.
 template <class Key>
 __device__ __forceinline__ void sort_tile(const FusedSortParams& p, int64_t block, int64_t blocks) {
   struct alignas(16) Four {
@@ -248,19 +245,19 @@ __global__ void __launch_bounds__(kRowThreads) merge_tiles_kernel(const __grid_c
 
 template <class In, class Key>
 __global__ void __launch_bounds__(kThreads)
-    fused_gather_kernel(const __grid_constant__ FusedGatherParams p, unsigned sort_blocks) {
+    fused_gather_kernel(const __grid_constant__ FusedGatherParams p, unsigned sorting) {
   sm90::begin_after_previous_launch();
-  if (blockIdx.x < sort_blocks)
-    sort_tile<Key>(p.sort, blockIdx.x, sort_blocks);
+  if (blockIdx.x < sorting)
+    sort_tile<Key>(p.sort, blockIdx.x, sorting);
   else
-    gather_row<In>(p, int64_t(blockIdx.x - sort_blocks) * kWarps + threadIdx.x / kWarp);
+    gather_row<In>(p, int64_t(blockIdx.x - sorting) * kWarps + threadIdx.x / kWarp);
 }
 
-__global__ void __launch_bounds__(kRowThreads, 4)
-    fused_finish_kernel(const __grid_constant__ FusedFinishParams p, unsigned merge_blocks) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks)
+    fused_finish_kernel(const __grid_constant__ FusedFinishParams p, unsigned merging) {
   sm90::begin_after_previous_launch();
-  if (blockIdx.x < merge_blocks) return merge_tiles(p.sort, blockIdx.x);
-  const int64_t block = blockIdx.x - merge_blocks;
+  if (blockIdx.x < merging) return merge_tiles(p.sort, blockIdx.x);
+  const int64_t block = blockIdx.x - merging;
   const ChunkRows chunk(p.chunk);
   // A group is repaired as a whole; kRowGroup is a multiple of the block's rows.
   if (!p.repair || (*p.rows.any && p.rows.only[block * kRowsPerBlock / kRowGroup])) finish_rows(p, chunk, block);
@@ -375,7 +372,7 @@ cudaError_t launch_fused_gather(const FusedGatherParams& p, cudaStream_t stream)
     return sm90::launch_dependent(kernel, unsigned((p.chunk.size + kWarps - 1) / kWarps) + sorting, kThreads, stream, p,
                                   sorting);
   };
-  const bool narrow = p.num_classes < kNarrowClasses;
+  const bool narrow = p.sort.num_classes < kNarrowClasses;
   switch (p.input_dtype) {
     case DType::f32:
       return narrow ? launch(fused_gather_kernel<float, uint32_t>) : launch(fused_gather_kernel<float, uint64_t>);

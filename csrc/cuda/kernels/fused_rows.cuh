@@ -22,6 +22,8 @@ constexpr float kLargestScaledSum = 1048576.f;  // 2^20
 // What a chunk's losses take is how long a row waits for memory, so a block has few rows and many loads under way.
 constexpr int kRowThreads = 256, kRowWarps = kRowThreads / kWarp, kRowsPerBlock = kPairRows,
               kSlices = kRowThreads / kRowsPerBlock;
+constexpr int kRowBlocks = 4;  // resident at least: registers for the loads, and blocks enough for most chunks
+static_assert(kRowWarps == kRowsPerBlock && kWarp % kRowsPerBlock == 0 && kRowGroup % kRowsPerBlock == 0);
 
 // The larger logit, the lower class of equals.
 __device__ __forceinline__ void take_larger(float2& best, float2 other) {
@@ -34,7 +36,8 @@ struct TileSums {
   float2 best;
 };
 
-// use(pair) for the pairs of row k in every kSlices-th tile, in order; several loads are under way at once.
+// use(pair) for the pairs of row k in every kSlices-th tile, in order, and use(nothing) past the last, so that many
+// loads are under way at once.
 template <class Use>
 __device__ __forceinline__ void for_each_tile(const void* pairs, int64_t tiles, int64_t k, float2 nothing, Use use) {
   constexpr int kBatch = 16;

@@ -74,14 +74,15 @@ __global__ void __launch_bounds__(kThreads) shard_gather_kernel(const __grid_con
     const float scale = float(option_logit_scale(p.options)) * kLog2e, cap = softcap_log2(p.options);
     float z = p.logits[chunk.first + k] * scale;
     if (cap > 0.f) z = softcapped(z / cap).tanh * cap;
-    p.rows.exponent[k] = z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;  // as fused_gather_kernel
+    p.rows.exponent[k] = z == -INFINITY ? -FLT_MAX : rintf(z) + kTargetExponent;  // as gather_row
     p.rows.target[k] = target_in(p.slice, p.targets[row + p.shift]);
     p.rows.target_logit[k] = NAN;
     p.rows.bad[k] = 0;
   }
 }
 
-__global__ void __launch_bounds__(kRowThreads) shard_stats_kernel(const __grid_constant__ FusedShardStatsParams p) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks)
+    shard_stats_kernel(const __grid_constant__ FusedShardStatsParams p) {
   sm90::begin_after_previous_launch();
   if (p.repair && !(*p.rows.any && p.rows.only[int64_t(blockIdx.x) * kRowsPerBlock / kRowGroup])) return;
   const ChunkRows chunk(p.chunk);
@@ -153,11 +154,8 @@ __global__ void __launch_bounds__(kRowThreads) shard_scale_kernel(const __grid_c
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.ticket = 0;
   const ChunkRows chunk(p.chunk);
   const float alpha = gradient_factor(p.chunk.counts, p.chunk.upstream);
-  for (int r = threadIdx.x / kWarp; r < kRowsPerBlock; r += kRowWarps) {
-    const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + r;
-    if (k >= chunk.live) return;
-    scale_row(p.gathered, k, p.hidden, p.v[k] * alpha);
-  }
+  const int64_t k = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
+  if (k < chunk.live) scale_row(p.gathered, k, p.hidden, p.v[k] * alpha);
 }
 
 // A block for each slot.
