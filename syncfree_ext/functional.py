@@ -145,7 +145,7 @@ def linear_cross_entropy(
     flat_target = _as_sequences(target)
     options.update(chunk_rows=chunk_rows, workspace_bytes=workspace_bytes, accum_dtype=accum_dtype)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
-        loss = flce_outputs(rows, linear_weight, flat_target, linear_bias, wanted=1, **options)[0]
+        loss = flce_outputs(rows, linear_weight, flat_target, linear_bias, loss_only=True, **options)[0]
         return _per_row(loss, target, reduction)
     outputs = flce_outputs(
         rows,
@@ -241,7 +241,7 @@ def cross_entropy(
     rows = _as_matrix(logits)
     flat_target = _as_sequences(target)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
-        return _per_row(cross_entropy_outputs(rows, flat_target, wanted=1, **options)[0], target, reduction)
+        return _per_row(cross_entropy_outputs(rows, flat_target, loss_only=True, **options)[0], target, reduction)
     outputs = cross_entropy_outputs(
         rows,
         flat_target,

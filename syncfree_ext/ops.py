@@ -27,14 +27,12 @@ _library: Any = torch.library.Library("syncfree", "IMPL")
 # The options that are tensors. None of them is differentiable.
 _OPTION_TENSORS = ("weight", "token_weight", "num_items", "logit_scale_tensor", "z_loss_weight_tensor")
 
-# The options that are numbers, as the schemas have them.
-_DEFAULTS = (
-    ("ignore_index", -100),
-    ("label_smoothing", 0.0),
-    ("logit_scale", 1.0),
-    ("z_loss_weight", 0.0),
-    ("shift", 0),
-)
+# The options as the schemas have them.
+_DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in _syncfree.flce_forward.default._schema.arguments
+    if argument.has_default_value()
+}
 
 # ----------------------------------------------------------------------------------------------------------- composites
 
@@ -47,13 +45,17 @@ _PLAIN_KEYS = (
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _reaches_autograd(*tensors: Tensor | None) -> bool:
-    """Whether an op that is called with these tensors would reach its kernel of the Autograd key first of all."""
+def _reaches_autograd(*tensors: Any) -> bool:
+    """Whether an op that is called with these tensors would reach its kernel of the Autograd key first of all.
+
+    The first one is not None.
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_KEYS
-        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
         or torch._C._len_torch_function_stack() > 0
+        or tensors[0].is_inference()  # such tensors have no key of autograd, and one of them is enough
     ):
         return False
     for tensor in tensors:  # noqa: SIM110  (all() takes twice as long)
@@ -91,10 +93,11 @@ def _compute_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those that are as the schema has them: each argument of an op takes host time."""
-    few = {name: value for name, value in options.items() if value is not None and value is not False}
-    for name, default in _DEFAULTS:
-        if few.get(name) == default:
-            del few[name]
+    few: dict[str, Any] = {}
+    for name, value in options.items():
+        default = _DEFAULTS.get(name, few)  # few: equal to none
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            few[name] = value
     return few
 
 
@@ -116,7 +119,7 @@ def flce_outputs(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
-    wanted: int = 5,
+    loss_only: bool = False,
     reduction: str = "mean",
     accum_dtype: torch.dtype | None = None,
     **options: Any,
@@ -128,13 +131,13 @@ def flce_outputs(
         linear_weight: (V, H), in the dtype of input unless autocast is on.
         target: (rows,) or (B, T) with B * T = rows; int64 or int32.
         linear_bias: (V,), any floating dtype.
-        wanted: how many outputs: the loss alone, or with what is beside it. Each tensor takes host time.
+        loss_only: leave out what is beside the loss: each tensor takes host time.
         reduction: "mean", "sum" or "none".
         accum_dtype: as in `linear_cross_entropy`.
         options: the other options of `flce`, and the need_* flags of the outputs beside the loss.
 
     Returns:
-        That many of the first five outputs of `flce_forward`. Only the first, the loss, is differentiable.
+        The loss, or the first five outputs of `flce_forward`. Only the first, the loss, is differentiable.
 
     Raises:
         TypeError: the dtypes of input and linear_weight differ outside autocast.
@@ -155,50 +158,58 @@ def flce_outputs(
         need_db=differentiate and linear_bias is not None and linear_bias.requires_grad,
     )
     op = _syncfree.flce_forward.default
-    if not _reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
-        outputs: tuple[Tensor, ...] = op(input, linear_weight, target, linear_bias, **options)
-        return outputs[:wanted]
-    # The dispatcher would come back to Python at once, to _flce_forward_autograd.
-    options = _without_defaults(options)
-    if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
-        return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, None, options, wanted))
-    return tuple(_below_autograd(op, None, input, linear_weight, target, linear_bias, **options)[:wanted])
+    wanted = 1 if loss_only else 5
+    if _reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
+        # The dispatcher would come back to Python at once, to _flce_forward_autograd.
+        options = _without_defaults(options)
+        if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
+            return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, None, options, wanted))
+        if not torch.is_grad_enabled():
+            return tuple(_below_autograd(op, None, input, linear_weight, target, linear_bias, **options)[:wanted])
+    # In grad mode too, where nothing seems to need a gradient: a tensor that outlived a transform of torch.func is
+    # wrapped, and the one inside may need one.
+    outputs: tuple[Tensor, ...] = op(input, linear_weight, target, linear_bias, **options)
+    return outputs[:wanted]
 
 
 def _flce(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    return flce_outputs(input, linear_weight, target, linear_bias, wanted=1, **options)[0]
+    return flce_outputs(input, linear_weight, target, linear_bias, loss_only=True, **options)[0]
 
 
-def cross_entropy_outputs(logits: Tensor, target: Tensor, *, wanted: int = 5, **options: Any) -> tuple[Tensor, ...]:
+def cross_entropy_outputs(
+    logits: Tensor, target: Tensor, *, loss_only: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
     """Call `cross_entropy_forward`.
 
     Args:
         logits: (rows, V), any strides.
         target: (rows,) or (B, T) with B * T = rows; int64 or int32.
-        wanted: as in `flce_outputs`.
+        loss_only: as in `flce_outputs`.
         options: the other options of `cross_entropy`, and the need_* flags of the outputs beside the loss.
 
     Returns:
-        That many of the first five outputs of `cross_entropy_forward`. Only the first, the loss, is differentiable.
+        The loss, or the first five outputs of `cross_entropy_forward`. Only the first, the loss, is differentiable.
 
     Raises:
         ValueError: an option tensor requires grad.
     """
     _refuse_gradients_of_options("cross_entropy", options)
     op = _syncfree.cross_entropy_forward.default
-    if not _reaches_autograd(logits, target, *map(options.get, _OPTION_TENSORS)):
-        outputs: tuple[Tensor, ...] = op(logits, target, **options)
-        return outputs[:wanted]
-    options = _without_defaults(options)
-    if _is_differentiated("cross_entropy_forward", logits):
-        return tuple(_CrossEntropyForward.apply(logits, target, None, options, wanted))
-    return tuple(_below_autograd(op, None, logits, target, **options)[:wanted])
+    wanted = 1 if loss_only else 5
+    if _reaches_autograd(logits, target, *map(options.get, _OPTION_TENSORS)):
+        options = _without_defaults(options)
+        if _is_differentiated("cross_entropy_forward", logits):
+            return tuple(_CrossEntropyForward.apply(logits, target, None, options, wanted))
+        if not torch.is_grad_enabled():
+            return tuple(_below_autograd(op, None, logits, target, **options)[:wanted])
+    outputs: tuple[Tensor, ...] = op(logits, target, **options)
+    return outputs[:wanted]
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    return cross_entropy_outputs(logits, target, wanted=1, **options)[0]
+    return cross_entropy_outputs(logits, target, loss_only=True, **options)[0]
 
 
 _library.impl("flce", _flce, "CompositeImplicitAutograd")
@@ -263,7 +274,7 @@ def _is_traced() -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if torch._C._dispatch_tls_local_include_set().raw_repr() == _PLAIN_KEYS:
         return False
     keys = torch._C._TorchDispatchModeKey
     return any(torch.utils._python_dispatch._detect_infra_mode(key) for key in (keys.PROXY, keys.FUNCTIONAL))

@@ -26,7 +26,7 @@ def problem(device: torch.device, rng: torch.Generator) -> Problem:
 
 
 class Way:
-    """Counts calls that came to a kernel of the Autograd key through the dispatcher, and calls that went straight on."""
+    """Counts the calls that came to autograd through the dispatcher, and those that went straight on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dispatched = self.direct = 0
@@ -118,9 +118,9 @@ def test_subclasses_see_the_op(problem: Problem, way: Way, position: int) -> Non
                 return func(*args, **(kwargs or {}))
 
     tensors = [problem.input, problem.weight, problem.target, torch.ones(len(problem.weight)).to(problem.input)]
-    expected = ops.flce_outputs(*tensors[:3], weight=tensors[3], wanted=1)
+    expected = ops.flce_outputs(*tensors[:3], weight=tensors[3], loss_only=True)
     tensors[position] = tensors[position].detach().as_subclass(Watching)
-    (value,) = ops.flce_outputs(*tensors[:3], weight=tensors[3], wanted=1)
+    (value,) = ops.flce_outputs(*tensors[:3], weight=tensors[3], loss_only=True)
     assert "syncfree.flce_forward.default" in seen
     assert way.direct == 1
     assert_close([value.as_subclass(Tensor)], expected, 1e-6)
@@ -129,7 +129,7 @@ def test_subclasses_see_the_op(problem: Problem, way: Way, position: int) -> Non
 @pytest.mark.parametrize("pre_dispatch", [True, False])
 def test_traces_hold_the_op(problem: Problem, way: Way, pre_dispatch: bool) -> None:
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        return ops.flce_outputs(x, w, t, wanted=1)[0]
+        return ops.flce_outputs(x, w, t, loss_only=True)[0]
 
     # Symbols and shapes of a trace are no tensors of this device, so nothing but the graph is of interest.
     traced = make_fx(loss, pre_dispatch=pre_dispatch)(problem.input, problem.weight, problem.target)
@@ -141,7 +141,7 @@ def test_traces_hold_the_op(problem: Problem, way: Way, pre_dispatch: bool) -> N
 
 def test_jit_trace_holds_the_op(problem: Problem, way: Way) -> None:
     x, w = problem.input.detach(), problem.weight.detach()
-    traced = torch.jit.trace(lambda x: ops.flce_outputs(x, w, problem.target, wanted=1)[0], x, check_trace=False)
+    traced = torch.jit.trace(lambda x: ops.flce_outputs(x, w, problem.target, loss_only=True)[0], x, check_trace=False)
     assert way.direct == 0
     assert "syncfree::flce_forward" in str(traced.graph)
 
@@ -215,12 +215,80 @@ def test_options_arrive(problem: Problem, way: Way, option: str, value: Any) -> 
         assert not torch.equal(plain, direct[0])
 
 
-def test_defaults_are_those_of_the_schemas() -> None:
-    for op in ("flce_forward", "flce_backward", "cross_entropy_forward", "cross_entropy_backward"):
-        arguments = {a.name: a for a in getattr(torch.ops.syncfree, op).default._schema.arguments}
-        for name, default in ops._DEFAULTS:
-            assert arguments[name].default_value == default
-        for name, argument in arguments.items():
-            if argument.has_default_value() and argument.default_value in (None, False):
-                continue
-            assert not argument.has_default_value() or name == "reduction" or name in dict(ops._DEFAULTS)
+def test_defaults_are_those_of_all_schemas() -> None:
+    """What forward leaves out, a second backward gets by default."""
+    for op in ("flce", "flce_backward", "cross_entropy", "cross_entropy_forward", "cross_entropy_backward"):
+        for argument in getattr(torch.ops.syncfree, op).default._schema.arguments:
+            if argument.has_default_value() and argument.name in ops._DEFAULTS:
+                assert argument.default_value == ops._DEFAULTS[argument.name]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"logit_scale": False}, {"ignore_index": False}, {"label_smoothing": False}, {"need_logsumexp": 1}],
+    ids=str,
+)
+def test_false_is_a_number_where_one_is_expected(problem: Problem, options: dict[str, Any]) -> None:
+    problem.target.clamp_(min=0)
+    direct = ops.flce_outputs(problem.input, problem.weight, problem.target, **options)
+    with _Modes.Dispatch():
+        through = ops.flce_outputs(problem.input, problem.weight, problem.target, **options)
+    for got, want in zip(direct, through, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("options", [{"reduction": None}, {"logit_scale": None}, {"unknown": None}, {"unknown": False}])
+def test_wrong_options_are_refused(problem: Problem, options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=next(iter(options))):
+        ops.flce_outputs(problem.input, problem.weight, problem.target, **options)
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_inference_tensors_outside_of_inference_mode(device: torch.device, rng: torch.Generator, which: int) -> None:
+    """They have no autograd, so nothing is saved of them."""
+    with torch.inference_mode():
+        problem = Problem(device, rng)
+        loss = list(_losses(problem))[which]
+    assert not loss().requires_grad
+
+
+@pytest.mark.parametrize("key", ["AutogradFunctionality", "AutogradCPU", "AutogradCUDA"])
+def test_autograd_that_is_excluded_otherwise(problem: Problem, key: str) -> None:
+    if not key.endswith("ity") and problem.input.device.type.upper() not in key:
+        pytest.skip("of the other device")
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        assert not problem.loss().requires_grad
+
+
+def test_a_tensor_that_outlived_a_transform(problem: Problem) -> None:
+    """It is wrapped still, and what is inside needs a gradient."""
+    kept = []
+
+    def keep(p: Tensor) -> Tensor:
+        kept.append(problem.input * 1)
+        return (p * kept[-1]).sum()
+
+    torch.func.grad(keep)(torch.ones_like(problem.input))
+    for loss in (
+        sf.linear_cross_entropy(kept[0], problem.weight.detach(), problem.target),
+        sf.cross_entropy(kept[0], problem.target.clamp(max=problem.input.shape[1] - 1)),
+    ):
+        assert loss.requires_grad
+
+
+@pytest.mark.parametrize("pre_dispatch", [True, False])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_a_traced_backward_runs_again(problem: Problem, pre_dispatch: bool, tracing_mode: str) -> None:
+    """A gradient that was computed before the trace must not be scaled in place by its graph."""
+    loss = problem.loss()
+    expected = grad(problem.loss() * 0.5, problem.leaves)
+
+    def backward(upstream: Tensor) -> list[Tensor]:
+        return grad(loss, problem.leaves, upstream, retain_graph=True)
+
+    upstream = torch.ones_like(loss)
+    trace = make_fx(backward, pre_dispatch=pre_dispatch, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)
+    traced = trace(upstream)
+    for _ in range(3):
+        assert_close(traced(upstream * 0.5), expected, 1e-6)
