@@ -83,9 +83,12 @@ def line_style(head: str) -> dict[str, Any]:
     }
 
 
-def _legend(axis: Any) -> None:
-    """Beside the plot, where it covers nothing, in the order in which the lines end, from the top."""
-    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])
+def _legend(axis: Any, axes: Sequence[Any] = ()) -> None:
+    """Beside the plot, where it covers nothing, in the order in which the lines end, from the top; those of other plots
+    with it, once each.
+    """
+    lines = {line.get_label(): line for a in (*axes[::-1], axis) for line in a.get_lines()}.values()
+    lines = sorted(lines, key=lambda line: -line.get_ydata()[-1])
     # Long enough for a dash-dotted line.
     axis.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.01, 1.02), fontsize=9, handlelength=3.2)
 
@@ -238,12 +241,16 @@ def _pareto_names(axis: Any, panel: _Panel) -> None:
 
 
 def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
-    """Time against the ignored share, a panel for each batch."""
+    """Time against the ignored share, a panel for each batch: two in a row, with one legend for all."""
     batches = _batches(records)
+    columns = min(2, len(batches))
+    rows = -(-len(batches) // columns)
     # Two more lines for the bound.
-    height = _height(2 + max(len({r["head"] for r in shown}) for shown in batches))
-    figure, axes = plt.subplots(len(batches), 1, figsize=(_WIDTH, height * len(batches)), squeeze=False)
-    for axis, shown in zip(axes.flat, batches, strict=True):
+    height = _height(2 + len({r["head"] for r in records}))
+    figure, axes = plt.subplots(rows, columns, figsize=(_WIDTH, height * (1 if columns == 1 else 0.85 * rows)), squeeze=False)
+    for axis in axes.flat[len(batches) :]:
+        axis.set_axis_off()
+    for axis, shown in zip(axes.flat, batches, strict=False):
         relative = all("x_limit" in r for r in shown if r["head"] != "limit")
         for head in _unique([r["head"] for r in shown if not r["head"].startswith("limit")]):
             line = sorted(
@@ -270,8 +277,13 @@ def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
         axis.set_xlabel("ignored targets, %")
         axis.set_ylabel("time / three matrix products" if relative else "forward and backward, ms")
         first = shown[0]
-        axis.set_title(f"{first['shape']}, {first['dtype']}: what ignored tokens cost. {where}", loc="left")
-        _legend(axis)
+        if columns == 1:
+            axis.set_title(f"{first['shape']}, {first['dtype']}: what ignored tokens cost. {where}", loc="left")
+        else:
+            axis.set_title(f"{first['shape']}, {first['dtype']}", loc="left")
+    if columns > 1:
+        figure.suptitle(f"What ignored tokens cost. {where}", x=0.01, ha="left", fontsize=11, color=GREY)
+    _legend(axes[0][-1], list(axes.flat[: len(batches)]))
     figure.tight_layout()
     return figure
 

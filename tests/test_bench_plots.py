@@ -45,6 +45,9 @@ def crowded() -> dict[str, Any]:
         for ignored in (0.0, 0.25, 0.5):
             time = 1.0 + i / 50 - ignored * (i % 2)
             add("ragged", head, ignored=ignored, x_limit=time, train_ms={"median": 40 * time})
+            if i < 3:
+                for shape in ("gemma2b", "llama2"):
+                    add("ragged", head, shape=shape, ignored=ignored, x_limit=time + 1, train_ms={"median": time})
         for BT in (1024, 4096, 16384):
             add("scale", head, axis="BT", base="llama8b", BT=BT, train_ms={"median": 1.0}, tflops=BT / 32 - i)
         times = {f"{on}_forward_ms": {"median": 10.0 * i + 0.00515} for on in ("host", "gpu")}
@@ -113,6 +116,14 @@ def test_every_text_can_be_read(path: Path | None) -> None:
     found = {name: faults(figure) for name, figure in plots.draw(crowded() if path is None else results.read(path))}
     assert path or set(found) == set(plots.FIGURES)
     assert found == {name: [] for name in found}
+
+
+def test_batches_side_by_side_share_a_legend() -> None:
+    figures = dict(plots.draw(crowded()))
+    axes = figures["ragged"].axes
+    (legend,) = [axis.get_legend() for axis in axes if axis.get_legend()]
+    assert sorted(text.get_text().split("\n")[0] for text in legend.get_texts()) == sorted([*HEADS, "three products of"])
+    assert [axis.get_title(loc="left").partition(",")[0] for axis in axes] == ["llama8b", "gemma2b", "llama2", ""]
 
 
 def test_many_names_of_one_point_find_room() -> None:

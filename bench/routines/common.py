@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import heads as _heads
 from bench import limits
 from bench.context import Context, identity, sizes
-from bench.data import Batch, make, rotation
+from bench.data import IGNORE, Batch, make, rotation
 from bench.device import MIB, Marks, cache_bytes, peak_memory, release_memory, synchronize
 from bench.reference import Reference, errors, reference, rounding_errors
 from bench.results import Record
@@ -185,6 +185,8 @@ def measure(
     title = f"{routine} {shape.name} {who['dtype']} {data}" + (f", {ignored:.0%} ignored" if ignored else "")
     ctx.echo(f"{title}: {', '.join(todo)}")
     batch = make(shape, data, dtype, ctx.device, ignored).require_grad()
+    if ignored:
+        size["live_rows"] = int((batch.t != IGNORE).sum())
     ref = reference(batch)
     rounding = rounding_errors(ref, dtype)
     checked: list[Checked] = []
