@@ -247,7 +247,8 @@ def _ragged_figure(plt: Any, records: Sequence[Record], where: str) -> Any:
     rows = -(-len(batches) // columns)
     # Two more lines for the bound.
     height = _height(2 + len({r["head"] for r in records}))
-    figure, axes = plt.subplots(rows, columns, figsize=(_WIDTH, height * (1 if columns == 1 else 0.85 * rows)), squeeze=False)
+    size = (_WIDTH, height if columns == 1 else 0.85 * height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(batches) :]:
         axis.set_axis_off()
     for axis, shown in zip(axes.flat, batches, strict=False):

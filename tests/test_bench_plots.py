@@ -122,7 +122,8 @@ def test_batches_side_by_side_share_a_legend() -> None:
     figures = dict(plots.draw(crowded()))
     axes = figures["ragged"].axes
     (legend,) = [axis.get_legend() for axis in axes if axis.get_legend()]
-    assert sorted(text.get_text().split("\n")[0] for text in legend.get_texts()) == sorted([*HEADS, "three products of"])
+    names = [text.get_text().split("\n")[0] for text in legend.get_texts()]
+    assert sorted(names) == sorted([*HEADS, "three products of"])
     assert [axis.get_title(loc="left").partition(",")[0] for axis in axes] == ["llama8b", "gemma2b", "llama2", ""]
 
 
