@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,12 +44,13 @@ def poisoned_memory(device: torch.device) -> Iterator[None]:
     """New tensors hold NaN (integers: their maximum), so that elements that an op forgets to write are seen.
 
     torch fills what `empty` returns in deterministic mode. On CUDA the blocks that the caching allocator will hand out
-    are filled as well, for memory that does not come through `empty`.
+    are filled as well, for memory that does not come through `empty`. Without that allocator, as under
+    compute-sanitizer, nothing would be handed out again, and a gigabyte filled for each call.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    if device.type == "cuda":
+    if device.type == "cuda" and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         blocks = [
