@@ -8,15 +8,15 @@ Nothing here waits for the device. The mathematics is in docs/semantics.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from . import _fakes  # noqa: F401  (registers the fakes)
+from ._dispatch import below_autograd, is_differentiated, is_traced, reaches_autograd, refuse_transform
 from ._load import _CUDA_OPS
 
 _syncfree = torch.ops.syncfree
@@ -35,33 +35,6 @@ _DEFAULTS = {
 }
 
 # ----------------------------------------------------------------------------------------------------------- composites
-
-# What the dispatcher of a thread looks at besides the tensors' own keys, where nothing watches or changes operations:
-# modes, traces and transforms add keys of their own.
-_PLAIN_KEYS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-).raw_repr()
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def _reaches_autograd(*tensors: Any) -> bool:
-    """Whether an op that is called with these tensors would reach its kernel of the Autograd key first of all.
-
-    The first one is not None.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_KEYS
-        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-        or torch._C._len_torch_function_stack() > 0
-        or tensors[0].is_inference()  # such tensors have no key of autograd, and one of them is enough
-    ):
-        return False
-    for tensor in tensors:  # noqa: SIM110  (all() takes twice as long)
-        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
-            return False
-    return True
 
 
 def _refuse_gradients_of_options(op: str, options: dict[str, Any]) -> None:
@@ -159,13 +132,13 @@ def flce_outputs(
     )
     op = _syncfree.flce_forward.default
     wanted = 1 if loss_only else 5
-    if _reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
+    if reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
         # The dispatcher would come back to Python at once, to _flce_forward_autograd.
         options = _without_defaults(options)
-        if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
+        if is_differentiated("flce_forward", input, linear_weight, linear_bias):
             return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, None, options, wanted))
         if not torch.is_grad_enabled():
-            return tuple(_below_autograd(op, None, input, linear_weight, target, linear_bias, **options)[:wanted])
+            return tuple(below_autograd(op, None, input, linear_weight, target, linear_bias, **options)[:wanted])
     # In grad mode too, where nothing seems to need a gradient: a tensor that outlived a transform of torch.func is
     # wrapped, and the one inside may need one.
     outputs: tuple[Tensor, ...] = op(input, linear_weight, target, linear_bias, **options)
@@ -198,12 +171,12 @@ def cross_entropy_outputs(
     _refuse_gradients_of_options("cross_entropy", options)
     op = _syncfree.cross_entropy_forward.default
     wanted = 1 if loss_only else 5
-    if _reaches_autograd(logits, target, *map(options.get, _OPTION_TENSORS)):
+    if reaches_autograd(logits, target, *map(options.get, _OPTION_TENSORS)):
         options = _without_defaults(options)
-        if _is_differentiated("cross_entropy_forward", logits):
+        if is_differentiated("cross_entropy_forward", logits):
             return tuple(_CrossEntropyForward.apply(logits, target, None, options, wanted))
         if not torch.is_grad_enabled():
-            return tuple(_below_autograd(op, None, logits, target, **options)[:wanted])
+            return tuple(below_autograd(op, None, logits, target, **options)[:wanted])
     outputs: tuple[Tensor, ...] = op(logits, target, **options)
     return outputs[:wanted]
 
@@ -220,64 +193,6 @@ _library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 # torch.library.register_autograd refuses schemas with keyword-only tensors, so the kernels of the Autograd key are
 # registered here as it would register them. The Function has a forward(ctx, ...) and no setup_context, which also costs
 # a third of the host time.
-
-
-def _below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Go on from a kernel of the Autograd key, which was called with keyset; or call op as if from there, with None."""
-    with torch._C._AutoDispatchBelowAutograd():
-        try:
-            if keyset is None:
-                return op(*args, **kwargs)
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
-        except RuntimeError as error:
-            _raise_out_of_memory(error, (*args, *kwargs.values()))
-            raise
-
-
-def _raise_out_of_memory(error: RuntimeError, args: Sequence[Any]) -> None:
-    """Raise torch.OutOfMemoryError for an allocation on CUDA that failed in the compiled library.
-
-    All that reaches Python of such a failure is its text (csrc/common/tensor.h). The same allocation again raises what
-    torch has to say; if it succeeds now that the call has given its memory back, then there was too little.
-    """
-    failed = re.search(r"syncfree: an allocation of (\d+) bytes failed", str(error))
-    device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-    if failed is None or device.type != "cuda":
-        return
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).query()  # of a device that has failed raises what happened there
-    torch.empty(int(failed[1]), dtype=torch.uint8, device=device)
-    raise torch.OutOfMemoryError(str(error)) from error
-
-
-def _is_differentiated(op: str, *leaves: Tensor | None) -> bool:
-    # Inside a forward-AD level the Function is entered too: it raises for a dual number, whose tangent would be lost.
-    needed = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    needed = needed or forward_ad._current_level >= 0
-    if needed and torch._C._are_functorch_transforms_active():
-        _refuse_transform(op)
-    return needed
-
-
-def _refuse_transform(op: str) -> NoReturn:
-    raise RuntimeError(
-        f"syncfree::{op}: transforms of torch.func (grad, vjp, jvp, vmap, ...) are not supported; use "
-        "torch.autograd.grad or backward(), and write a batch as leading dimensions"
-    )
-
-
-def _is_traced() -> bool:
-    """Whether the operations that run now are being written down to be run later.
-
-    A gradient that an earlier traced operation produced must not be written to then: the graph could run its backward
-    again. Fake tensors without a tracer (a memory estimate, say) are as good as eager.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if torch._C._dispatch_tls_local_include_set().raw_repr() == _PLAIN_KEYS:
-        return False
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch.utils._python_dispatch._detect_infra_mode(key) for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
 class _OnceDifferentiable(Function):
@@ -323,7 +238,7 @@ def check_not_resharded(op: str, linear_weight: Tensor) -> None:
         RuntimeError: the storage of linear_weight holds less than the tensor.
     """
     # A traced tensor has no storage to look at.
-    if _is_traced() or linear_weight.numel() == 0:
+    if is_traced() or linear_weight.numel() == 0:
         return
     if linear_weight.untyped_storage().nbytes() == 0:
         raise RuntimeError(
@@ -356,7 +271,7 @@ class _FlceForward(Function):
         wanted: int | None,
     ) -> tuple[Tensor, ...]:
         op = _syncfree.flce_forward.default
-        computed = tuple(_below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
+        computed = tuple(below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
         outputs = computed[:wanted]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -380,7 +295,7 @@ class _FlceForward(Function):
             kept = ctx.gradients
             if kept is None or any(need and not has for need, has in zip(needed, ctx.computed, strict=True)):
                 gradients = _FlceForward._recompute(ctx, upstream, needed)
-            elif _is_traced():
+            elif is_traced():
                 gradients = _FlceForward._scale_copies(ctx, upstream, needed)
             else:
                 gradients = _FlceForward._give_away(ctx, upstream, needed)
@@ -439,7 +354,7 @@ class _CrossEntropyForward(Function):
         ctx: Any, logits: Tensor, target: Tensor, keyset: Any, options: dict[str, Any], wanted: int | None
     ) -> tuple[Tensor, ...]:
         op = _syncfree.cross_entropy_forward.default
-        computed = tuple(_below_autograd(op, keyset, logits, target, **options))
+        computed = tuple(below_autograd(op, keyset, logits, target, **options))
         outputs = computed[:wanted]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -472,16 +387,16 @@ def _flce_forward_autograd(
     linear_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    if _is_differentiated("flce_forward", input, linear_weight, linear_bias):
+    if is_differentiated("flce_forward", input, linear_weight, linear_bias):
         return tuple(_FlceForward.apply(input, linear_weight, linear_bias, target, keyset, options, None))
     op = _syncfree.flce_forward.default
-    return tuple(_below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
+    return tuple(below_autograd(op, keyset, input, linear_weight, target, linear_bias, **options))
 
 
 def _cross_entropy_forward_autograd(keyset: Any, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    if _is_differentiated("cross_entropy_forward", logits):
+    if is_differentiated("cross_entropy_forward", logits):
         return tuple(_CrossEntropyForward.apply(logits, target, keyset, options, None))
-    return tuple(_below_autograd(_syncfree.cross_entropy_forward.default, keyset, logits, target, **options))
+    return tuple(below_autograd(_syncfree.cross_entropy_forward.default, keyset, logits, target, **options))
 
 
 _library.impl("flce_forward", _flce_forward_autograd, "Autograd", with_keyset=True)
@@ -497,8 +412,8 @@ def _register_once_differentiable(name: str, leaves: int) -> None:
 
     def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
         anchors = args[:leaves]
-        result = _below_autograd(op, keyset, *args, **options)
-        if not _is_differentiated(name, *anchors):
+        result = below_autograd(op, keyset, *args, **options)
+        if not is_differentiated(name, *anchors):
             return result
         gradients = (result,) if isinstance(result, Tensor) else tuple(result)
         gradients = _once_differentiable(name, gradients, anchors)
@@ -550,12 +465,12 @@ def _register_shard_op(name: str) -> None:
     ]
 
     def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
-        if _is_differentiated(name, *(a for a in (*args, *options.values()) if isinstance(a, Tensor))):
+        if is_differentiated(name, *(a for a in (*args, *options.values()) if isinstance(a, Tensor))):
             raise RuntimeError(
                 f"syncfree::{name}: autograd is not supported; use "
                 "syncfree_ext.integrations.distributed.vocab_parallel_linear_cross_entropy, or torch.no_grad()"
             )
-        return _below_autograd(op, keyset, *args, **options)
+        return below_autograd(op, keyset, *args, **options)
 
     def versioned(keyset: Any, *args: Any, **options: Any) -> Any:
         tensors = [args[i] if i < len(args) else options.get(argument) for i, argument in written]
@@ -574,7 +489,7 @@ for _name in _SHARD_OPS:
 
 def _refusing_kernel(name: str) -> Callable[..., NoReturn]:
     def kernel(*_args: Any, **_options: Any) -> NoReturn:
-        _refuse_transform(name)
+        refuse_transform(name)
 
     return kernel
 

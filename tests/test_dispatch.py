@@ -30,7 +30,7 @@ class Way:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dispatched = self.direct = 0
-        below = ops._below_autograd
+        below = ops.below_autograd
 
         def counting(op: Any, keyset: Any, *args: Any, **options: Any) -> Any:
             if op.name() in ("syncfree::flce_forward", "syncfree::cross_entropy_forward"):
@@ -38,7 +38,7 @@ class Way:
                 self.direct += keyset is None
             return below(op, keyset, *args, **options)
 
-        monkeypatch.setattr(ops, "_below_autograd", counting)
+        monkeypatch.setattr(ops, "below_autograd", counting)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import soak_parts
 import syncfree_ext
 from fuzz_guards import Guards
 from fuzz_threads import ThreadRanks
-from syncfree_ext import ops
+from syncfree_ext import _dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = sorted(fuzz_cases.kinds())
@@ -480,13 +480,13 @@ def test_an_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     with pytest.raises(torch.OutOfMemoryError, match="77 bytes failed"):
-        ops._raise_out_of_memory(failed, [None, tensor])
+        _dispatch.raise_out_of_memory(failed, [None, tensor])
     assert asked == [((77,), torch.device("cuda", 0))]
-    ops._raise_out_of_memory(failed, [torch.zeros(1)])
-    ops._raise_out_of_memory(RuntimeError("something else"), [tensor])
+    _dispatch.raise_out_of_memory(failed, [torch.zeros(1)])
+    _dispatch.raise_out_of_memory(RuntimeError("something else"), [tensor])
     assert len(asked) == 1
     # A device that has failed cannot allocate either, and must not be taken for a full one.
     stream.query.side_effect = RuntimeError("an illegal memory access")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        ops._raise_out_of_memory(failed, [tensor])
+        _dispatch.raise_out_of_memory(failed, [tensor])
     assert len(asked) == 1

@@ -158,7 +158,7 @@ inline int32_t dtype_code(ScalarType type) {
   }
 }
 
-// torch's shims say that they failed, not why. syncfree_ext/ops.py reads this text, and finds out.
+// torch's shims say that they failed, not why. syncfree_ext/_dispatch.py reads this text, and finds out.
 [[noreturn]] inline void throw_allocation(const Tensor& like, int64_t bytes) {
   throw std::runtime_error(message("syncfree: an allocation of ", bytes, " bytes failed, probably: ",
                                    like.is_cpu() ? "host" : "CUDA", " out of memory. torch has printed why on stderr"));
