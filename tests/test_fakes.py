@@ -275,8 +275,9 @@ def real(fake: Tensor) -> Tensor:
 
 
 # Sizes that no memory would hold. A CPU build of torch aborts as soon as autograd records any op on a fake CUDA tensor,
-# so there CUDA is tested without autograd, and autograd on the meta device.
-AUTOGRAD_DEVICES = ["meta", "cuda"] if torch.version.cuda else ["meta"]
+# and a CUDA build refuses its backward where there is no GPU, so there CUDA is tested without autograd, and autograd on
+# the meta device.
+AUTOGRAD_DEVICES = ["meta", "cuda"] if torch.cuda.is_available() else ["meta"]
 
 
 @DTYPES
