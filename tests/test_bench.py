@@ -278,6 +278,7 @@ def test_routine_runs(name: str, device: torch.device, monkeypatch: pytest.Monke
     records = [r for r in ctx.store.data["records"] if r["head"].startswith("syncfree")]
     assert records
     assert [r for r in records if r["status"] != "ok"] == []
+    assert all(0 < r["live_rows"] < r["BT"] for r in records if name == "ragged")
     assert table.tables(ctx.store.data)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import syncfree_ext
 from helpers import loss_and_gradients, poisoned_memory
 from syncfree_ext import reference
 from tolerances import Bound, assert_close_rel, assert_equal
@@ -340,3 +341,24 @@ def test_target_out_of_range(options: dict[str, Any], rng: torch.Generator, devi
     assert grads[0][200].isnan().all()
     assert grads[0][others].isfinite().all()
     assert all(grad.isnan().all() for grad in grads[1:] if grad is not None)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smoothing"])
+@pytest.mark.parametrize(("v", "h"), [(6400, 1096), (98500, 72)])
+def test_more_than_one_pass_takes(
+    v: int, h: int, options: dict[str, Any], rng: torch.Generator, device: torch.device
+) -> None:
+    """More columns than the lanes of a warp read at once, and more classes than a block adds up at once; neither ends
+    with a whole pass.
+    """
+    x, w, target = problem(rng, device, 150, v, h)
+    x[0], x[1] = 6 * w[v - 1], 6 * w[0]
+    target[-1] = v - 1
+    compare(x, w, target, None, **options)
+    out = syncfree_ext.linear_cross_entropy(x, w, target, return_predicted_tokens=True, chunk_rows=128, **options)
+    assert out.predicted_tokens[:2].tolist() == [v - 1, 0]
+    logits = x.double() @ w.double().T
+    chosen = logits.gather(1, out.predicted_tokens[:, None])[:, 0]
+    # A sum of h products in float32 errs by h roundings of the sum of their absolute values at most, either of two.
+    error = h * 2.0**-24 * (x.double().abs() @ w.double().abs().T).amax(1)
+    assert (chosen >= logits.amax(1) - 2 * error).all()

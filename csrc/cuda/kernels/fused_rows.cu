@@ -1,5 +1,5 @@
-// The small kernels of the Hopper path, a row at a time: gather with the target's logit, losses from E's sums, the
-// factor v into x, and the targets' share of dW, class by class.
+// The small kernels of the Hopper path: gather with the target's logit, losses from E's sums, the factor v into x, the
+// rows sorted by class beside the first two, and the targets' share of dW, class by class.
 #include <cfloat>
 #include <type_traits>
 

@@ -13,7 +13,6 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(ReduceParams p) {
   __shared__ double shared[kThreads / kWarp];
   const float *ce = static_cast<const float*>(p.ce), *z = static_cast<const float*>(p.z);
   double ce_sum = 0, z_sum = 0, correct = 0;
-#pragma unroll 8
   for (int64_t i = threadIdx.x; i < p.rows; i += kThreads) {
     ce_sum += double(ce[i]);
     z_sum += double(z[i]);
