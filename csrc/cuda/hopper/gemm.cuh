@@ -9,6 +9,8 @@
 // E rows between the live count and the next multiple of 64 are read by Bound::k; they and their partners must be zero.
 #pragma once
 
+#include <type_traits>
+
 #include "epilogue.cuh"
 
 namespace syncfree::sm90 {
@@ -181,8 +183,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       }
       Accumulators<C> acc;
       const int steps = C::kPing ? k_steps : max(0, min(part, k_steps - t / plane * part));
+      const int out = row + (C::kPing ? 0 : wg * C::kMI * 64);
+      // Blocks of 64 rows without a live one are left out of the product.
+      const int rest = C::kBound == Bound::m ? m_live - out : C::kMI * 64;
       // The first product overwrites, but without the zeros ptxas keeps the old values alive between tiles, and spills.
-      if (C::kPing || steps == 0) {
+      if (C::kPing || steps == 0 || rest <= 0) {
 #pragma unroll
         for (int i = 0; i < C::kMI; ++i)
 #pragma unroll
@@ -192,30 +197,49 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       // stage before its partner is done with its own tile.
       if constexpr (C::kPing) mbar_wait(order + 8 * wg, ((sequence >> 1) & 1) ^ (wg == 0));
       int previous = 0;
-      for (int kb = 0; kb < steps; ++kb) {
-        mbar_wait(full + 8 * s, phase);
-        const uint32_t a = base + s * C::kStageBytes;
-        uint64_t da = make_desc<C::kAmn, 8192>(a + a_offset), db = make_desc<C::kBmn, 8192>(a + C::kABytes);
-        wgmma_fence();
-#pragma unroll
-        for (int kk = 0; kk < C::kBK / 16; ++kk)
-#pragma unroll
-          for (int i = 0; i < C::kMI; ++i)
-            Mma::mma(acc[i], da + kk * kAStep + i * (8192 >> 4), db + kk * kBStep, (kb | kk) != 0);
-        wgmma_commit();
-        wgmma_wait<1>();
+      const auto next_stage = [&](int kb) {
         if (kb) release(previous);
         previous = s;
         if (++s == C::kStages) s = 0, phase ^= 1;
+      };
+      const auto pass_turn = [&] {
+        if (C::kPing && lane == 0) mbar_arrive(order + 8 * (wg ^ 1));
+      };
+      const auto multiply = [&](auto blocks) {
+        constexpr int kBlocks = decltype(blocks)::value;
+        for (int kb = 0; kb < steps; ++kb) {
+          mbar_wait(full + 8 * s, phase);
+          const uint32_t a = base + s * C::kStageBytes;
+          uint64_t da = make_desc<C::kAmn, 8192>(a + a_offset), db = make_desc<C::kBmn, 8192>(a + C::kABytes);
+          wgmma_fence();
+#pragma unroll
+          for (int kk = 0; kk < C::kBK / 16; ++kk)
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i)
+              Mma::mma(acc[i], da + kk * kAStep + i * (8192 >> 4), db + kk * kBStep, (kb | kk) != 0);
+          wgmma_commit();
+          wgmma_wait<1>();
+          next_stage(kb);
+        }
+        pass_turn();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+          for (int j = 0; j < C::kBN / 2; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
+      };
+      if (rest > (C::kHalves ? 64 : 0)) {
+        multiply(std::integral_constant<int, C::kMI>());
+      } else if (C::kHalves && rest > 0) {
+        multiply(std::integral_constant<int, 1>());
+      } else {  // the loads go on
+        for (int kb = 0; kb < steps; ++kb) {
+          mbar_wait(full + 8 * s, phase);
+          next_stage(kb);
+        }
+        pass_turn();
       }
-      if (C::kPing && lane == 0) mbar_arrive(order + 8 * (wg ^ 1));
-      wgmma_wait<0>();
       if (steps) release(previous);
-#pragma unroll
-      for (int i = 0; i < C::kMI; ++i)
-#pragma unroll
-        for (int j = 0; j < C::kBN / 2; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
-      const int out = row + (C::kPing ? 0 : wg * C::kMI * 64);
       // Rows up to the next multiple of 128 are written (as zeros): Bound::k reads them.
       const auto is_stored = [&](int i) {
         return out + i * 64 < (C::kBound == Bound::m ? (m_live + 127) / 128 * 128 : m_live);

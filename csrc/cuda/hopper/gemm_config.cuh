@@ -61,6 +61,9 @@ struct Config {
   // parts move down to in turn: a hundred kilobytes of code would be fetched once a tile.
   static constexpr bool kLoops = kBiased && EPILOGUE_ != Epilogue::row_max;
   static_assert(!kLoops || kMI <= 2);
+  // A tile whose second half has no live row multiplies the first one alone. With a softcap ptxas would let products
+  // wait for one another, if there were two copies of the loop.
+  static constexpr bool kHalves = BOUND_ == Bound::m && kMI == 2 && LOGIT_ != Logit::capped;
   static constexpr bool kF32 = EPILOGUE_ == Epilogue::f32 || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kAdd = EPILOGUE_ == Epilogue::bf16_add || EPILOGUE_ == Epilogue::f32_add;
   static constexpr bool kSplit = EPILOGUE_ == Epilogue::split;
