@@ -27,7 +27,9 @@ def problem(rng: torch.Generator, device: torch.device, bt: int = BT, v: int = V
 
 
 def compare(x: Tensor, w: Tensor, target: Tensor, upstream: Any = 1.0, **options: Any) -> tuple[Tensor, ...]:
-    out, grads = loss_and_gradients(x, w, target, None, upstream, chunk_rows=128, **options)
+    call = {"chunk_rows": 128, **options}
+    options.pop("chunk_rows", None)
+    out, grads = loss_and_gradients(x, w, target, None, upstream, **call)
     ref = reference.linear_cross_entropy_gradients(x, w, target, grad_output=upstream, **options)
     rows = out.numel() if options.get("reduction") == "none" else len(x) if options.get("reduction") == "sum" else 1
     assert_close_rel(out, ref.output.loss, 1e-4, (1e-7 + 2.0**-22 * ref.logit_max) * math.sqrt(rows), "loss")
@@ -73,6 +75,34 @@ def test_any_number_of_scored_rows(scored: int, reduction: str, rng: torch.Gener
     assert_equal(again.detach(), out.detach())
     assert_equal(grads[0], dx)
     assert_equal(grads[1], dw)
+
+
+@pytest.mark.parametrize("scored", [2047, 2049, 2112, 2113, 4096, 4159, 4160, 4161, 6080, 6081, 6144])
+def test_numbers_of_scored_rows_about_full_chunks(scored: int, rng: torch.Generator, device: torch.device) -> None:
+    """Of default chunks, of 2048 rows and some that only the last one uses: a few rows more, and they take one more."""
+    rows = 6144
+    x, w, target = problem(rng, device, rows)
+    ignored = torch.randperm(rows, generator=rng)[scored:].to(device)
+    target[ignored] = -100
+    x[ignored] = math.nan
+    with poisoned_memory(device):
+        _, grads = loss_and_gradients(x, w, target, None, chunk_rows=None)
+    assert grads[0] is not None
+    assert not grads[0][ignored].any()
+    x[ignored] = 0
+    _, dx, dw = compare(x, w, target, chunk_rows=None)
+    assert_equal(grads[0], dx)
+    assert_equal(grads[1], dw)
+
+
+@pytest.mark.parametrize("bt", [1, 63, 64, 65, 129, 193, 257])
+@pytest.mark.parametrize("v", [65, 500])
+def test_batches_of_a_few_blocks_of_rows(bt: int, v: int, rng: torch.Generator, device: torch.device) -> None:
+    """Products may leave out blocks of rows without a live one; what reads their output reads these too."""
+    x, w, target = problem(rng, device, bt, v)
+    with poisoned_memory(device):
+        compare(x, w, target)
+        compare(x, w, target, chunk_rows=None)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -47,6 +47,43 @@ def test_chunks_cover_the_rows_evenly(native: ModuleType) -> None:
         assert size * row_bytes <= max(1 << 30, (max(min_rows, multiple) + multiple) * row_bytes)
 
 
+def test_live_rows_are_dealt_to_few_chunks(native: ModuleType) -> None:
+    """Each live row to one chunk, in order, as few chunks as there can be, none but the last with spare rows."""
+    draw = random.Random(torch.initial_seed())
+    group, spare = 256, 64
+    for _ in range(500):
+        rows = draw.choice([draw.randrange(1, 300), draw.randrange(1, 70_000), 8192, 16384])
+        plan = native.plan_chunks(rows, 64, workspace_bytes=64 * draw.randrange(1, 9000), multiple=group)
+        for size, count, spare_rows in ((*plan, 0), native.with_spare(rows, *plan, spare)):
+            assert size <= rows
+            assert (count - 1) * (size - spare_rows) + spare_rows < rows <= count * size
+            edges = [n * (size - spare_rows) + extra for n in (1, 2, 3) for extra in (-1, 0, 1, 63, 64, 65)]
+            for live in {0, 1, rows, draw.randrange(rows + 1), *(n for n in edges if 0 < n <= rows)}:
+                chunks = [native.live_rows(live, size, spare_rows, group, i) for i in range(count)]
+                end = 0
+                for first, held in chunks:
+                    assert first == end
+                    assert 0 <= held <= size
+                    end += held
+                assert end == live
+                used = [held for _, held in chunks if held]
+                assert all(
+                    held <= size - spare_rows and held % min(group, size - spare_rows) == 0 for held in used[:-1]
+                )
+                assert [held for _, held in chunks][: len(used)] == used
+                fewest = -(-max(live - spare_rows, 1) // (size - spare_rows)) if live else 0
+                assert len(used) <= fewest
+
+
+def test_a_few_rows_more_take_no_chunk_more(native: ModuleType) -> None:
+    assert native.with_spare(8192, 2048, 4, 64) == (2112, 4, 64)
+    for live, held in ((4096, [2048, 2048]), (4160, [2048, 2112]), (4161, [1536, 1536, 1089]), (2112, [2112])):
+        assert [native.live_rows(live, 2112, 64, 256, i)[1] for i in range(4)] == [*held, 0, 0, 0][:4]
+    # One chunk has all the room there is, and no chunk is larger than the batch.
+    assert native.with_spare(300, 300, 1, 64) == (300, 1, 0)
+    assert native.with_spare(300, 256, 2, 64) == (256, 2, 0)
+
+
 def test_arrays_of_a_workspace_do_not_overlap(native: ModuleType) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(200):

@@ -51,6 +51,20 @@ PYBIND11_MODULE(syncfree_native, m) {
       py::arg("rows"), py::arg("row_bytes"), py::arg("chunk_rows") = 0, py::arg("workspace_bytes") = 0,
       py::arg("default_workspace") = int64_t(1) << 30, py::arg("min_rows") = 1024, py::arg("multiple") = 128);
   m.def(
+      "live_rows",
+      [](int64_t live, int64_t size, int64_t spare, int64_t group, int64_t index) {
+        const LiveRows here(live, size, spare, group, index);
+        return std::make_pair(here.first, here.count);
+      },
+      py::arg("live"), py::arg("size"), py::arg("spare"), py::arg("group"), py::arg("index"));
+  m.def(
+      "with_spare",
+      [](int64_t rows, int64_t size, int64_t count, int64_t spare) {
+        const ChunkPlan plan = with_spare({size, count}, rows, spare);
+        return std::make_tuple(plan.rows, plan.count, plan.spare);
+      },
+      py::arg("rows"), py::arg("size"), py::arg("count"), py::arg("spare"));
+  m.def(
       "carve",
       [](const std::vector<int64_t>& floats) {
         Carver measure;

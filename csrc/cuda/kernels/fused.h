@@ -22,15 +22,14 @@ constexpr int64_t fused_pairs(int64_t size, int64_t tiles) {
   return (size + kPairRows - 1) / kPairRows * kPairRows * tiles;
 }
 
-// One of `ceil(rows / size)` chunks. The device spreads the live rows over as few chunks as hold them, evenly and in
-// whole row groups, so that few are left with less than they could do; the slots past a chunk's live rows stand for the ignored rows, in
-// order (see fused_chunk.cuh).
+// One of the chunks of a plan. The device spreads the live rows over as few of them as hold them (LiveRows); the slots
+// past a chunk's live rows stand for the ignored rows, in order (see fused_chunk.cuh).
 struct FusedChunk {
   const double* counts;
   const int32_t* row_index;  // [rows]
   int64_t rows;
   int64_t index;
-  int64_t size;
+  int64_t size, spare;
   const float* upstream;  // nullable: the gradient of the loss; alpha below is it times the reciprocal divisor
 };
 

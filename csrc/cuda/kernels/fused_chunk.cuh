@@ -2,6 +2,7 @@
 // knows of them.
 #pragma once
 
+#include "../../common/chunk_plan.h"
 #include "fused.h"
 
 namespace syncfree {
@@ -13,11 +14,9 @@ struct ChunkRows {
   bool last;      // no chunk after this one has live rows
 
   __device__ __forceinline__ explicit ChunkRows(const FusedChunk& c) {
-    const int64_t n = static_cast<int64_t>(c.counts[kCountRows]), chunks = (n + c.size - 1) / c.size;
-    const int64_t even = chunks ? ((n + chunks - 1) / chunks + kRowGroup - 1) / kRowGroup * kRowGroup : c.size,
-                  each = even < c.size ? even : c.size;
-    first = c.index * each < n ? c.index * each : n;
-    live = n - first < each ? n - first : each;
+    const int64_t n = static_cast<int64_t>(c.counts[kCountRows]);
+    const LiveRows here(n, c.size, c.spare, kRowGroup, c.index);
+    first = here.first, live = here.count;
     dead = n + c.index * c.size - first - live;  // of the slots before, `first` were live
     last = first + live == n;
   }

@@ -102,8 +102,9 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const Tensor &x = problem.input, &w = problem.weight;
   const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden;
   const int64_t e_pitch = fused_pitch(classes);
-  const ChunkPlan chunks =
+  ChunkPlan chunks =
       fused_plan(rows, classes, hidden, problem.chunk_rows, problem.workspace_bytes, problem.lean, need.dw);
+  if (!problem.chunk_rows && !problem.workspace_bytes && !problem.lean) chunks = with_spare(chunks, rows, kSpareRows);
   FlceGradients out{
       need.dx ? new_empty(x, {rows, hidden}, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
       need.dw ? new_empty(x, {classes, hidden}, problem.weight_leaf) : new_empty(x, {0}, problem.weight_leaf),
@@ -153,7 +154,7 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   FusedBiasGradientParams db{};
 
   for (int64_t i = 0; i < chunks.count; ++i) {
-    const FusedChunk chunk{counts_ptr, row_index, rows, i, chunks.rows, upstream_ptr};
+    const FusedChunk chunk{counts_ptr, row_index, rows, i, chunks.rows, chunks.spare, upstream_ptr};
     const FusedSortParams sorted_here = i == 0 ? sort : FusedSortParams{};
     done(launch_fused_gather({chunk,
                               x.const_data_ptr(),

@@ -73,6 +73,7 @@ FusedChunk fused_chunk(const char* op, const Tensor& counts, const Tensor& rows,
           rows.numel(),
           first_row / size,
           size,
+          0,
           nullptr};
 }
 
