@@ -96,7 +96,7 @@ def test_numbers_of_scored_rows_about_full_chunks(scored: int, rng: torch.Genera
 
 
 @pytest.mark.parametrize("bt", [1, 63, 64, 65, 129, 193, 257])
-@pytest.mark.parametrize("v", [65, 500])
+@pytest.mark.parametrize("v", [65, 500, 4100])
 def test_batches_of_a_few_blocks_of_rows(bt: int, v: int, rng: torch.Generator, device: torch.device) -> None:
     """Products may leave out blocks of rows without a live one; what reads their output reads these too."""
     x, w, target = problem(rng, device, bt, v)

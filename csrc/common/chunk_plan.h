@@ -52,7 +52,8 @@ SF_HOST_DEVICE int64_t chunks_of(int64_t rows, int64_t size, int64_t spare) {
 }
 
 // Which of the live rows, whose number only the device knows, a chunk holds: they are spread over as few chunks as hold
-// them, evenly and in whole groups, and the last one with live rows takes the spare ones too.
+// them, evenly and in whole groups, and the last one with live rows takes the spare ones too. Spare rows, fewer than
+// size, are what a chunk has beside whole groups.
 struct LiveRows {
   int64_t first, count;
 

@@ -47,12 +47,12 @@ struct Scratch {
   int64_t padded;
   int dx_parts;
 
-  Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, int64_t chunk_rows, FlceNeeds need,
+  Scratch(Carver& carver, const FlceProblem& problem, const LossInputs& in, const ChunkPlan& chunks, FlceNeeds need,
           bool argmax) {
     const Options has(problem, in);
-    const int64_t rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
+    const int64_t chunk_rows = chunks.rows, rows = in.rows, classes = in.num_classes, hidden = problem.hidden,
                   tiles = ceil_div(classes, kLogitsTileColumns), groups = ceil_div(chunk_rows, kRowGroup);
-    dx_parts = need.dx ? fused_dx_parts(chunk_rows, classes, hidden, need.dw) : 1;
+    dx_parts = need.dx ? fused_dx_parts(chunk_rows - chunks.spare, classes, hidden, need.dw) : 1;
     gathered = carver.take<uint16_t>(chunk_rows * hidden);
     product = carver.take<float>(dx_parts > 1 ? chunk_rows * hidden : 0);
     lists = carver.take<int32_t>(need.dw || need.db ? 4 * rows + 2 * classes : 0);
@@ -116,10 +116,10 @@ FlceGradients CudaBackend::run_fused(const FlceProblem& problem, const LossInput
   const bool store_e = need.any(), need_targets = need.dw || need.db, argmax = outputs && outputs->wants_argmax();
   const Tensor e = new_empty(x, {store_e ? chunks.rows : 0, e_pitch}, ScalarType::BFloat16);
   Carver measure;
-  Scratch(measure, problem, in, chunks.rows, need, argmax);
+  Scratch(measure, problem, in, chunks, need, argmax);
   const Tensor memory = new_bytes(x, measure.bytes());
   Carver carver(memory.mutable_data_ptr());
-  const Scratch scratch(carver, problem, in, chunks.rows, need, argmax);
+  const Scratch scratch(carver, problem, in, chunks, need, argmax);
   // dW of bfloat16: rounded once a chunk (lean), or kept in 24 bits where the shape allows, else in float32 beside it.
   const bool exact = need.dw && problem.weight_leaf == ScalarType::BFloat16 && !problem.lean;
   const bool split = exact && can_split(classes, hidden) && chunks.count <= kMaxSplitChunks;
