@@ -36,7 +36,9 @@ def test_each_target_reaches_its_class(rows: int, classes: int, crowd: bool, rng
     expected = (rows_kept.sum(0) / classes).expand(classes, 8).clone()
     expected.index_add_(0, target[kept], rows_kept, alpha=-1)
     assert_close_rel(out, kept.sum() * torch.tensor(float(classes), dtype=torch.float64).log(), 1e-5)
-    assert_close_rel(grads[1], expected, 2.5e-3)
+    # One rounding to bfloat16 takes 2^-8 of an element at most. Of thousands of elements it takes 1.7e-3, but with two
+    # classes there are sixteen, and three classes outweigh all others.
+    assert_close_rel(grads[1], expected, 1.01 * 2.0**-8)
     # Each class by itself: a row that went to the wrong one is lost among many otherwise. Rounding costs a class 2^-8,
     # and as much again times what its rows cancel; one row of the thirty that a spread class has at most is a sixth.
     error = (grads[1].double() - expected).norm(dim=1)
