@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -403,6 +404,33 @@ def test_reports_of_compute_sanitizer() -> None:
     clean = "========= COMPUTE-SANITIZER\nall checks passed\n========= ERROR SUMMARY: 0 errors\n"
     assert summary.judge("memcheck-kernels", 0, 3, clean).verdict == "ok"
     assert summary.judge("memcheck-kernels", 0, 3, "no device\n").verdict == "FAILED", "the tool did not run"
+
+
+@pytest.mark.parametrize(("crashes", "verdict"), [(1, "ok"), (2, "FAILED")])
+def test_a_sanitizer_that_crashes_by_itself(tmp_path: Path, crashes: int, verdict: str) -> None:
+    """Once is forgiven, if the program had not begun."""
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(
+        f"""#!/bin/bash
+echo ========= COMPUTE-SANITIZER
+echo x >> {tmp_path}/calls
+(( $(wc -l < {tmp_path}/calls) > {crashes} )) || kill -SEGV $$
+echo ========= ERROR SUMMARY: 0 errors
+"""
+    )
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
+    environment.update(KERNEL_CHECKS="/bin/true", PYTHON=sys.executable, CUDA_HOME=str(tmp_path))
+    ended = subprocess.run(
+        [ROOT / "tools" / "sanitize.sh", "memcheck-kernels"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split()[-1] == verdict, ended.stdout + ended.stderr
+    assert ended.returncode == (verdict != "ok")
+    assert (tmp_path / "calls").read_text() == "x\n" * 2
 
 
 def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ _PREFIX = "========= "
 # Lines that are no report, or end one.
 _NO_REPORT = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target application|Use --|$")
 _TOTAL = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:errors?|hazards? displayed)")
-_WITH_PRODUCTS = ("edges", "plain", "properties", "fuzz")
+_WITH_PRODUCTS = ("edges", "options", "plain", "properties", "fuzz")
 # Kernels that read what matrix products have stored: ours by bulk tensor stores, and cuBLAS' too.
 _READ_PRODUCTS = re.compile(r"\b(?:fused_targets|bias_slices|scale|row_loss|add_targets|cast_rows)_kernel\b")
 # What pytest prints of its progress, and does not end the line.
