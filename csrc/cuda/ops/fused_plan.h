@@ -11,9 +11,9 @@ namespace syncfree {
 // of the result at most.
 constexpr int64_t kMaxSplitChunks = 4096;
 
-// A mask that keeps each of 8192 rows with a chance of a half keeps 45 rows more or fewer than a half (one standard
-// deviation). Those more should not take one more chunk, which reads and writes dW once more: beside what fused_plan allows,
-// a chunk has room for these.
+// Room beside what fused_plan allows. A mask that keeps each of 8192 rows with a chance of a half keeps 45 rows more or
+// fewer than a half (one standard deviation). Those more should not take one more chunk, which reads and writes dW once
+// more.
 constexpr int64_t kSpareRows = 64;
 
 // Of E, in elements.
