@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
       Accumulators<C> acc;
       const int steps = C::kPing ? k_steps : max(0, min(part, k_steps - t / plane * part));
       const int out = row + (C::kPing ? 0 : wg * C::kMI * 64);
-      // Blocks of 64 rows without a live one are left out of the product (halves of a tile where kHalves).
+      // What this warpgroup holds of a tile is left out of the product if no row of it lives, and where kHalves, the
+      // second half of it.
       const int rest = C::kBound == Bound::m ? m_live - out : C::kMI * 64;
       // The first product overwrites, but without the zeros ptxas keeps the old values alive between tiles, and spills.
       if (C::kPing || steps == 0 || rest <= 0) {
