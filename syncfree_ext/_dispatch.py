@@ -49,8 +49,19 @@ def below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
                 return op(*args, **kwargs)
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         except RuntimeError as error:
+            raise_refused(error)
             raise_out_of_memory(error, (*args, *kwargs.values()))
             raise
+
+
+def raise_refused(error: RuntimeError) -> None:
+    """Raise ValueError if a kernel has refused an argument.
+
+    Up to torch 2.14 its std::invalid_argument is one when it reaches Python; from 2.15 on it is a RuntimeError, as any
+    exception of C++. The text of such a one begins with the op's name, that of a failure with the library's.
+    """
+    if re.match(r"syncfree::\w+: ", str(error)):
+        raise ValueError(str(error)) from None
 
 
 def raise_out_of_memory(error: RuntimeError, args: Sequence[Any]) -> None:

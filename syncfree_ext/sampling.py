@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._dispatch import raise_refused
 
 Order: TypeAlias = Literal["first", "random"]
 
@@ -133,8 +134,8 @@ def masked_indices(
     elif limit is not None:
         _checks.check_at_least(name, "limit", limit, 0)
         max_kept, limit = limit, None
-    return MaskedIndices(
-        *torch.ops.syncfree.masked_indices(
+    try:
+        chosen = torch.ops.syncfree.masked_indices(
             mask,
             size,
             keys=keys,
@@ -144,7 +145,10 @@ def masked_indices(
             max_kept=max_kept,
             fill_value=fill_value,
         )
-    )
+    except RuntimeError as error:
+        raise_refused(error)
+        raise
+    return MaskedIndices(*chosen)
 
 
 def _check_integers(function: str, name: str, tensor: Tensor, mask: Tensor) -> None:

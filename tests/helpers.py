@@ -14,6 +14,9 @@ import syncfree_ext
 from syncfree_ext import reference
 from tolerances import assert_close_rel, assert_equal
 
+# What the refusal of an argument in C++ becomes where no code of this library's stands between the op and the caller.
+REFUSED: type[Exception] = ValueError if torch.torch_version.TorchVersion(torch.__version__) < (2, 15) else RuntimeError
+
 EXTRAS = ("z_loss", "token_accuracy", "predicted_tokens", "logsumexp")
 ALL_EXTRAS = {f"return_{name}": True for name in EXTRAS}
 

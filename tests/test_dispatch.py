@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncfree_ext as sf
 from autograd_problem import LOSSES, Problem, assert_close, grad
-from syncfree_ext import ops
+from syncfree_ext import _dispatch, ops
 
 
 @pytest.fixture
@@ -286,3 +286,11 @@ def test_a_traced_backward_runs_again(problem: Problem, pre_dispatch: bool, trac
     traced = trace(upstream)
     for _ in range(3):
         assert_close(traced(upstream * 0.5), expected, 1e-6)
+
+
+def test_a_refused_argument_is_a_value_error() -> None:
+    """Also where torch makes a RuntimeError of what a kernel throws; a failure stays what it is."""
+    with pytest.raises(ValueError, match=r"^syncfree::flce_forward: input must be 2-D"):
+        _dispatch.raise_refused(RuntimeError("syncfree::flce_forward: input must be 2-D, got shape (3,)"))
+    for text in ("syncfree: gather kernel: invalid argument", "syncfree::flce_forward() is missing a value", "CUDA"):
+        _dispatch.raise_refused(RuntimeError(text))

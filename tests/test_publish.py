@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
+from helpers import REFUSED
 from syncfree_ext import _slots
 from syncfree_ext._slots import COLUMNS, Lane
 
@@ -99,13 +100,13 @@ FIXED: dict[str, Any] = {"first_integer_column": 1, "ticket": 1}
     ],
 )
 def test_errors_of_publish(arguments: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"syncfree::publish_: {message}"):
+    with pytest.raises(REFUSED, match=f"syncfree::publish_: {message}"):
         OPS.publish_(*arguments, **FIXED | options)
     assert not S.any(), "a slot is written as a whole or not at all"
 
 
 def test_errors_of_read_slot() -> None:
-    with pytest.raises(ValueError, match="syncfree::read_slot: ticket must be at least 1"):
+    with pytest.raises(REFUSED, match="syncfree::read_slot: ticket must be at least 1"):
         OPS.read_slot(S, 0)
 
 
@@ -206,5 +207,5 @@ def test_a_counter_that_holds_anything(count: int, device: torch.device) -> None
 
 def test_an_origin_past_all_counters() -> None:
     for origin in (2, 2**63 - 1):
-        with pytest.raises(ValueError, match=f"counters must be contiguous int64 with an entry for origin {origin}"):
+        with pytest.raises(REFUSED, match=f"counters must be contiguous int64 with an entry for origin {origin}"):
             OPS.publish_(S, [X], [0], [], first_integer_column=1, counters=torch.zeros(3).long(), origin=origin)

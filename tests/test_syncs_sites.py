@@ -100,7 +100,10 @@ def test_this_package_is_no_code_of_the_user(load: Load) -> None:
     frames = load("/home/me/pytorch/torch").Frames()
     assert frames.class_of_file(str(package / "integrations" / "transformers.py")) == sites.LIBRARY
     assert frames.class_of_file(str(package / "syncs" / "timer.py")) == sites.OURS
-    assert frames.class_of_file(f"{package}_user/train.py") == sites.USER
+    # Beside it lies what its folder says: a user's code in a checkout, libraries where it is installed.
+    beside = frames.class_of_file(str(package.parent / "project" / "train.py"))
+    assert frames.class_of_file(f"{package}_user/train.py") == beside
+    assert beside == (sites.LIBRARY if package.parent.name == "site-packages" else sites.USER)
 
 
 def test_a_folder_that_joins_the_path_later_counts(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
