@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +36,9 @@ def _compiled(device: torch.device, rows: int | None) -> Call:
     # Each shape counts as a recompilation of the same code; past a limit of eight torch would quietly run it
     # uncompiled.
     torch._dynamo.reset()
+    # Processes that compile may not end when told to at exit, beside those of other heads: a finished run was held by
+    # them until it was killed, after half a minute.
+    torch._inductor.config.compile_threads = 1
     compiled: Call = torch.compile(_float32_softmax_loss, dynamic=False)
     return compiled
 
