@@ -82,8 +82,12 @@ def raise_out_of_memory(error: RuntimeError, args: Sequence[Any]) -> None:
 
 def is_differentiated(op: str, *leaves: Tensor | None) -> bool:
     # Inside a forward-AD level the Function is entered too: it raises for a dual number, whose tangent would be lost.
-    needed = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    needed = needed or forward_ad._current_level >= 0
+    needed = forward_ad._current_level >= 0
+    if not needed and torch.is_grad_enabled():
+        for leaf in leaves:  # any() takes twice as long
+            if leaf is not None and leaf.requires_grad:
+                needed = True
+                break
     if needed and torch._C._are_functorch_transforms_active():
         refuse_transform(op)
     return needed

@@ -17,8 +17,6 @@ from .ops import cross_entropy_outputs, flce_outputs
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Number: TypeAlias = "int | float"
 
-_DEFAULT_IGNORE_INDEX = -100
-
 
 class LinearCrossEntropyOutput(NamedTuple):
     """The loss and what was asked for beside it; None stands for what was not.
@@ -116,7 +114,7 @@ def linear_cross_entropy(
     _checks.check_target(name, target, "input", input)
     classes = linear_weight.shape[0]
     _checks.check_optional_vector(name, "linear_bias", linear_bias, input, (classes,), "one entry for each class", True)
-    options = _loss_options(
+    options = _given_options(
         name,
         input,
         classes,
@@ -136,14 +134,15 @@ def linear_cross_entropy(
     _check_returns(name, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logsumexp)
     if chunk_rows is not None:
         _checks.check_at_least(name, "chunk_rows", chunk_rows, 1)
-        chunk_rows = _checks.plain_number(chunk_rows)
+        options["chunk_rows"] = _checks.plain_number(chunk_rows)
     if workspace_bytes is not None:
         _checks.check_at_least(name, "workspace_bytes", workspace_bytes, 1)
-        workspace_bytes = _checks.plain_number(workspace_bytes)
+        options["workspace_bytes"] = _checks.plain_number(workspace_bytes)
+    if accum_dtype is not None:
+        options["accum_dtype"] = accum_dtype
 
     rows = _as_matrix(input)
     flat_target = _as_sequences(target)
-    options.update(chunk_rows=chunk_rows, workspace_bytes=workspace_bytes, accum_dtype=accum_dtype)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens or return_logsumexp):
         loss = flce_outputs(rows, linear_weight, flat_target, linear_bias, loss_only=True, **options)[0]
         return _per_row(loss, target, reduction)
@@ -220,7 +219,7 @@ def cross_entropy(
     if classes == 0:
         raise ValueError(f"{name}: logits must have at least one class, got shape {tuple(logits.shape)}")
     _checks.check_target(name, target, "logits", logits)
-    options = _loss_options(
+    options = _given_options(
         name,
         logits,
         classes,
@@ -290,7 +289,23 @@ def _check_returns(function: str, *flags: object) -> None:
         _checks.check_flag(function, name, flag)
 
 
-def _loss_options(
+# The ops' defaults of what _given_options gives.
+_LOSS_DEFAULTS: dict[str, Any] = {
+    "weight": None,
+    "token_weight": None,
+    "num_items": None,
+    "reduction": "mean",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "softcap": None,
+    "token_scaling": False,
+    "logit_scale": 1.0,
+    "z_loss_weight": 0.0,
+    "shift": 0,
+}
+
+
+def _given_options(
     function: str,
     input: Tensor,
     classes: int,
@@ -307,7 +322,10 @@ def _loss_options(
     z_loss_weight: float | Tensor,
     shift: int,
 ) -> dict[str, Any]:
-    """Check the options that both losses have and bring them to the form of the ops."""
+    """Check the options that both losses have, and bring those that differ from _LOSS_DEFAULTS to the form of the ops.
+
+    Each argument of an op takes host time.
+    """
     _checks.check_loss_options(function, target, num_items, reduction, label_smoothing, softcap, shift)
     _checks.check_flag(function, "token_scaling", token_scaling)
     _checks.check_optional_vector(function, "weight", weight, input, (classes,), "one entry for each class", False)
@@ -316,16 +334,23 @@ def _loss_options(
     )
     if ignore_index is not None:
         _checks.check_integer(function, "ignore_index", ignore_index)
-    options: dict[str, Any] = {
-        "weight": weight,
-        "token_weight": None if token_weight is None else _as_sequences(token_weight),
-        "reduction": reduction,
-        "ignore_index": _DEFAULT_IGNORE_INDEX if ignore_index is None else _checks.plain_number(ignore_index),
-        "label_smoothing": _checks.plain_number(label_smoothing),
-        "softcap": None if softcap is None else _checks.plain_number(softcap),
-        "token_scaling": token_scaling,
-        "shift": _checks.plain_number(shift),
-    }
+    options: dict[str, Any] = {}
+    if weight is not None:
+        options["weight"] = weight
+    if token_weight is not None:
+        options["token_weight"] = _as_sequences(token_weight)
+    if reduction != "mean":
+        options["reduction"] = reduction
+    if ignore_index is not None:
+        options["ignore_index"] = _checks.plain_number(ignore_index)
+    if label_smoothing != 0:
+        options["label_smoothing"] = _checks.plain_number(label_smoothing)
+    if softcap is not None:
+        options["softcap"] = _checks.plain_number(softcap)
+    if token_scaling is not False:
+        options["token_scaling"] = token_scaling
+    if shift != 0:
+        options["shift"] = _checks.plain_number(shift)
     if isinstance(num_items, Tensor):
         _checks.check_scalar_tensor(function, "num_items", num_items, input.device)
         options["num_items"] = num_items
@@ -333,14 +358,19 @@ def _loss_options(
         _checks.check_number(function, "num_items", num_items)
         # A fill, whose value travels as an argument of the kernel: torch.tensor(num_items, device=...) would upload it.
         options["num_items"] = torch.full((), _checks.plain_number(num_items), dtype=torch.float64, device=input.device)
-    for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
+    for name, value, default in (("logit_scale", logit_scale, 1.0), ("z_loss_weight", z_loss_weight, 0.0)):
         if isinstance(value, Tensor):
             _checks.check_scalar_tensor(function, name, value, input.device)
             options[f"{name}_tensor"] = value
-        else:
+        elif type(value) is not float or value != default:
             _checks.check_number(function, name, value)
             options[name] = _checks.plain_number(value)
     return options
+
+
+def _loss_options(*arguments: Any) -> dict[str, Any]:
+    """What `_given_options` gives of the same arguments, with the defaults of all else."""
+    return {**_LOSS_DEFAULTS, **_given_options(*arguments)}
 
 
 def _as_matrix(rows: Tensor) -> Tensor:

@@ -122,14 +122,19 @@ def flce_outputs(
     compute_dtype = None if input.dtype == compute == linear_weight.dtype else compute
     # "none" has no gradient before the upstream gradient of each row is known.
     differentiate = torch.is_grad_enabled() and reduction != "none"
-    options.update(
-        reduction=reduction,
-        lean=lean,
-        compute_dtype=compute_dtype,
-        need_dx=differentiate and input.requires_grad,
-        need_dw=differentiate and linear_weight.requires_grad,
-        need_db=differentiate and linear_bias is not None and linear_bias.requires_grad,
-    )
+    if reduction != "mean":
+        options["reduction"] = reduction
+    if lean:
+        options["lean"] = True
+    if compute_dtype is not None:
+        options["compute_dtype"] = compute_dtype
+    if differentiate:
+        if input.requires_grad:
+            options["need_dx"] = True
+        if linear_weight.requires_grad:
+            options["need_dw"] = True
+        if linear_bias is not None and linear_bias.requires_grad:
+            options["need_db"] = True
     op = _syncfree.flce_forward.default
     wanted = 1 if loss_only else 5
     if reaches_autograd(input, linear_weight, target, linear_bias, *map(options.get, _OPTION_TENSORS)):
