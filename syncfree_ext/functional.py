@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from .ops import cross_entropy_outputs, flce_outputs
+from .ops import DEFAULTS, cross_entropy_outputs, flce_outputs
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Number: TypeAlias = "int | float"
@@ -289,19 +289,22 @@ def _check_returns(function: str, *flags: object) -> None:
         _checks.check_flag(function, name, flag)
 
 
-# The ops' defaults of what _given_options gives.
-_LOSS_DEFAULTS: dict[str, Any] = {
-    "weight": None,
-    "token_weight": None,
-    "num_items": None,
-    "reduction": "mean",
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "token_scaling": False,
-    "logit_scale": 1.0,
-    "z_loss_weight": 0.0,
-    "shift": 0,
+# Of the options that both losses have, as the schemas have them.
+_LOSS_DEFAULTS = {
+    name: DEFAULTS[name]
+    for name in (
+        "weight",
+        "token_weight",
+        "num_items",
+        "reduction",
+        "ignore_index",
+        "label_smoothing",
+        "softcap",
+        "token_scaling",
+        "logit_scale",
+        "z_loss_weight",
+        "shift",
+    )
 }
 
 
@@ -322,7 +325,7 @@ def _given_options(
     z_loss_weight: float | Tensor,
     shift: int,
 ) -> dict[str, Any]:
-    """Check the options that both losses have, and bring those that differ from _LOSS_DEFAULTS to the form of the ops.
+    """Check the options that both losses have, and give what differs from the ops' defaults in their form.
 
     Each argument of an op takes host time.
     """

@@ -28,7 +28,7 @@ _library: Any = torch.library.Library("syncfree", "IMPL")
 _OPTION_TENSORS = ("weight", "token_weight", "num_items", "logit_scale_tensor", "z_loss_weight_tensor")
 
 # The options as the schemas have them.
-_DEFAULTS = {
+DEFAULTS = {
     argument.name: argument.default_value
     for argument in _syncfree.flce_forward.default._schema.arguments
     if argument.has_default_value()
@@ -68,7 +68,7 @@ def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those that are as the schema has them: each argument of an op takes host time."""
     few: dict[str, Any] = {}
     for name, value in options.items():
-        default = _DEFAULTS.get(name, few)  # few: equal to none
+        default = DEFAULTS.get(name, few)  # few: equal to none
         if value is not default and (isinstance(value, Tensor) or value != default):
             few[name] = value
     return few

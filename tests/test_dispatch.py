@@ -214,8 +214,8 @@ def test_defaults_are_those_of_all_schemas() -> None:
     """What forward leaves out, a second backward gets by default."""
     for op in ("flce", "flce_backward", "cross_entropy", "cross_entropy_forward", "cross_entropy_backward"):
         for argument in getattr(torch.ops.syncfree, op).default._schema.arguments:
-            if argument.has_default_value() and argument.name in ops._DEFAULTS:
-                assert argument.default_value == ops._DEFAULTS[argument.name]
+            if argument.has_default_value() and argument.name in ops.DEFAULTS:
+                assert argument.default_value == ops.DEFAULTS[argument.name]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ constexpr int64_t kMaxSplitChunks = 4096;
 
 // Room beside what fused_plan allows. A mask that keeps each of 8192 rows with a chance of a half keeps 45 rows more or
 // fewer than a half (one standard deviation). Those more should not take one more chunk, which reads and writes dW once
-// more.
+// more. Not where memory comes first: with lean sums, or with a size that is asked for.
 constexpr int64_t kSpareRows = 64;
 
 // Of E, in elements.
