@@ -21,6 +21,8 @@ from ranks import Ranks
 _SEED = "SYNCFREE_SEED"
 # Turns "no GPU" from a skip into a failure.
 _REQUIRE_CUDA = "SYNCFREE_FAIL_WITHOUT_CUDA"
+# K/N: every N-th of the tests that are selected, from the K-th on.
+_PIECE = "SYNCFREE_PIECE"
 
 
 def _cuda_is_required() -> bool:
@@ -56,8 +58,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("device", devices, indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a GPU what takes long comes first, what wants it alone last: who waits to be alone keeps all others out."""
+    if _PIECE in os.environ:
+        piece, _, pieces = os.environ[_PIECE].partition("/")
+        if not (piece.isdecimal() and pieces.isdecimal() and 1 <= int(piece) <= int(pieces)):
+            raise pytest.UsageError(f"{_PIECE} must be K/N with 1 <= K <= N, got {os.environ[_PIECE]}")
+        kept = items[int(piece) - 1 :: int(pieces)]
+        ids = {item.nodeid for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+        items[:] = kept
 
     def order(item: pytest.Item) -> tuple[bool, bool]:
         marks = {mark.name for mark in item.iter_markers()}

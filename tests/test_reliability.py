@@ -407,31 +407,69 @@ def test_reports_of_compute_sanitizer() -> None:
     assert summary.judge("memcheck-kernels", 0, 3, "no device\n").verdict == "FAILED", "the tool did not run"
 
 
+def sanitize(folder: Path, middle: str, *parts: str) -> subprocess.CompletedProcess[str]:
+    """tools/sanitize.sh with a compute-sanitizer that does only what is in the middle."""
+    fake = folder / "compute-sanitizer"
+    start, end = "echo ========= COMPUTE-SANITIZER", "echo ========= ERROR SUMMARY: 0 errors"
+    fake.write_text(f"#!/bin/bash\n{start}\n{middle}\n{end}\n")
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
+    environment.update(KERNEL_CHECKS="/bin/true", PYTHON=sys.executable, CUDA_HOME=str(folder))
+    command = [ROOT / "tools" / "sanitize.sh", *parts]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(("crashes", "verdict"), [(1, "ok"), (2, "FAILED")])
 def test_a_sanitizer_that_crashes_by_itself(tmp_path: Path, crashes: int, verdict: str) -> None:
     """Once is forgiven, if the program had not begun."""
-    fake = tmp_path / "compute-sanitizer"
-    fake.write_text(
-        f"""#!/bin/bash
-echo ========= COMPUTE-SANITIZER
-echo x >> {tmp_path}/calls
-(( $(wc -l < {tmp_path}/calls) > {crashes} )) || kill -SEGV $$
-echo ========= ERROR SUMMARY: 0 errors
-"""
-    )
-    fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    environment.update(KERNEL_CHECKS="/bin/true", PYTHON=sys.executable, CUDA_HOME=str(tmp_path))
-    ended = subprocess.run(
-        [ROOT / "tools" / "sanitize.sh", "memcheck-kernels"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    calls = f"echo x >> {tmp_path}/calls; (( $(wc -l < {tmp_path}/calls) > {crashes} )) || kill -SEGV $$"
+    ended = sanitize(tmp_path, calls, "memcheck-kernels")
     assert ended.stdout.split()[-1] == verdict, ended.stdout + ended.stderr
     assert ended.returncode == (verdict != "ok")
     assert (tmp_path / "calls").read_text() == "x\n" * 2
+
+
+def test_pieces_of_a_part_of_the_sanitizers(tmp_path: Path) -> None:
+    """A long part runs in pieces, each by its name; together they are the part."""
+    listed = sanitize(tmp_path, "", "list").stdout.split()
+    assert len(set(listed)) == len(listed)
+    pieces = [name for name in listed if name.startswith("racecheck-plain")]
+    assert len(pieces) > 1
+    note = f'echo "$2-$SYNCFREE_PIECE-${{@: -1}}" >> {tmp_path}/calls'  # $2: behind --tool
+    ended = sanitize(tmp_path, note, "racecheck-plain", "memcheck-kernels", "memcheck-logits.2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    table = [line.split()[0] for line in ended.stdout.splitlines()[1:]]
+    assert table == [*pieces, "memcheck-kernels", "memcheck-logits.2"]
+    n = len(pieces)
+    assert (tmp_path / "calls").read_text().split() == [
+        *(f"racecheck-{k}/{n}-tests/test_edges_plain.py" for k in range(1, n + 1)),
+        "memcheck--publish",
+        f"memcheck-2/{sum(name.startswith('memcheck-logits') for name in listed)}-tests/test_shard_ops.py",
+    ]
+    for unknown in ("racecheck-plain.9", "racecheck-", "memcheck-kernels.1", "plain"):
+        refused = sanitize(tmp_path, "", unknown)
+        assert refused.returncode == 2
+        assert f"got {unknown}" in refused.stderr
+
+
+def test_pieces_of_the_tests() -> None:
+    """SYNCFREE_PIECE divides what -k leaves, and nothing runs twice or not at all."""
+
+    def collected(piece: str | None) -> list[str]:
+        environment = {**os.environ, **({"SYNCFREE_PIECE": piece} if piece else {})}
+        command = [sys.executable, "-m", "pytest", "-q", "--co", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command += ["-k", "target", "tests/test_errors.py"]
+        ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            return [ended.stderr.strip()]
+        return [line for line in ended.stdout.splitlines() if "::" in line]
+
+    all_of_them = collected(None)
+    first, second = collected("1/2"), collected("2/2")
+    assert abs(len(first) - len(second)) <= 1
+    assert sorted(first + second) == sorted(all_of_them)
+    for wrong in ("3/2", "one"):
+        assert collected(wrong) == [f"ERROR: SYNCFREE_PIECE must be K/N with 1 <= K <= N, got {wrong}"]
 
 
 def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,6 +496,7 @@ def test_the_table_of_compute_sanitizer(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (PROBE, "initcheck-plain", "fused_targets_kernel", "ok"),
         (PROBE, "initcheck-plain", "scale_kernel", "ok"),
+        (PROBE, "initcheck-options.2", "scale_kernel", "ok"),
         (PROBE, "initcheck-fuzz", "add_targets_kernel", "ok"),
         (PROBE, "initcheck-fuzz", "cast_rows_kernel", "ok"),
         (PROBE, "initcheck-plain", "fused_gather_kernel", "FOUND"),  # reads what other kernels have written

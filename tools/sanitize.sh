@@ -6,7 +6,8 @@
 #   tools/sanitize.sh list                              their names
 #   JOBS=6 tools/sanitize.sh                            six at a time
 #
-# A part is a tool and a suite. Tools: memcheck, initcheck, racecheck, synccheck. Suites:
+# A part is a tool and a suite, and of long ones a piece: racecheck-plain.2; racecheck-plain stands for all its pieces.
+# Tools: memcheck, initcheck, racecheck, synccheck. Suites:
 #   kernels, select      tests/kernels/kernel_checks.cu, which is compiled here unless KERNEL_CHECKS names it; no torch
 #   edges, options, plain, logits, count, sampling, properties    the cuda tests of pytest whose shapes are small
 #   fuzz                                                 tools/fuzz.py
@@ -34,18 +35,34 @@ PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 tools="memcheck initcheck racecheck synccheck"
 suites="kernels select edges options plain logits count sampling properties fuzz"
 
+pieces_of() { # tool-suite: so many that each ends in time on an H200 that others use too
+  case $1 in
+    racecheck-options) echo 6 ;;
+    racecheck-edges | racecheck-plain) echo 5 ;;
+    racecheck-logits | *-edges | *-options | *-plain) echo 3 ;;
+    racecheck-sampling | *-logits) echo 2 ;;
+    *) echo 1 ;;
+  esac
+}
+
+known=()
+for tool in $tools; do
+  for suite in $suites; do
+    pieces=$(pieces_of "$tool-$suite")
+    if ((pieces == 1)); then known+=("$tool-$suite"); else for k in $(seq "$pieces"); do known+=("$tool-$suite.$k"); done; fi
+  done
+done
 parts=()
 for name in "${@:-all}"; do
-  case $name in
-    all | list) for tool in $tools; do for suite in $suites; do parts+=("$tool-$suite"); done; done ;;
-    *)
-      if [[ " $tools " != *" ${name%%-*} "* || " $suites " != *" ${name#*-} "* ]]; then
-        echo "sanitize.sh: a part is one of ${tools// /, } and, after a hyphen, one of ${suites// /, }; got $name" >&2
-        exit 2
-      fi
-      parts+=("$name")
-      ;;
-  esac
+  found=
+  for part in "${known[@]}"; do
+    [[ $name =~ ^(all|list)$ || $name == "$part" || $name == "${part%.*}" ]] && parts+=("$part") && found=1
+  done
+  if [[ -z $found ]]; then
+    echo "sanitize.sh: a part is one of ${tools// /, } and, after a hyphen, one of ${suites// /, }, of which some are in" \
+      "pieces (sanitize.sh list); got $name" >&2
+    exit 2
+  fi
 done
 if [[ ${1:-} == list ]]; then
   printf '%s\n' "${parts[@]}"
@@ -73,7 +90,8 @@ if [[ -n $needed && ! -x $checks ]]; then
 fi
 
 run_part() { # name
-  local tool=${1%%-*} suite=${1#*-} from=$SECONDS examples=16 fuzzed=300 command environment=() status try
+  local part=${1%.*} tool suite from=$SECONDS examples=16 fuzzed=300 command environment=() status try
+  tool=${part%%-*} suite=${part#*-}
   # What takes long under a tool is done less often.
   [[ $tool == racecheck ]] && examples=4 fuzzed=80
   [[ $tool == initcheck ]] && examples=10 fuzzed=200
@@ -93,6 +111,7 @@ run_part() { # name
     fuzz) command=("$python" tools/fuzz.py --device cuda --minutes 8 --cases $fuzzed --seed "${SYNCFREE_SEED:-1}") ;;
   esac
   environment=(PYTORCH_NO_CUDA_MEMORY_CACHING=1 SYNCFREE_FAIL_WITHOUT_CUDA=1 SYNCFREE_EXAMPLES=$examples SYNCFREE_SHRINK=0)
+  [[ $1 == *.* ]] && environment+=("SYNCFREE_PIECE=${1##*.}/$(pieces_of "$part")")
   for try in 1 2; do
     timeout -k 10 "$limit" env "${environment[@]}" compute-sanitizer --tool "$tool" --target-processes all \
       --report-api-errors no --show-backtrace no --print-limit 0 "${command[@]}" >"$out/$1.log" 2>&1

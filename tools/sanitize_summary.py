@@ -106,7 +106,7 @@ def main(folder: str, names: list[str]) -> int:
     for name in names:
         status, seconds = (int(n) for n in (Path(folder) / f"{name}.status").read_text().split())
         text = (Path(folder) / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-        tool, suite = name.split("-")
+        tool, suite = name.partition(".")[0].split("-")
         parts.append(judge(name, status, seconds, text, blind and tool == "initcheck" and suite in _WITH_PRODUCTS))
     for part in parts:
         for report in part.first:
