@@ -256,6 +256,7 @@ def test_wrong_heads_are_refused_and_missing_ones_skipped() -> None:
     found = {r["head"]: r for r in ctx.store.data["records"]}
     assert found["torch"]["status"] == "ok"
     assert found["torch"]["x_limit"] > 0
+    assert found["torch"]["rounds"] == found["limit"]["rounds"] == ctx.rounds == 2
     assert found["torch"]["error"]["dw"] < 5e-3
     for name in ("torch-fp32", "liger"):
         assert found[name]["status"] == "wrong"

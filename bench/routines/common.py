@@ -229,13 +229,14 @@ def _time(
         bounds.append(limits.three_products(batch, real=True))
     timed = {c.head.name: _participants(c.head, batches, c.parts(parts)) for c in checked}
     everyone = [*bounds, *(p for ps in timed.values() for p in ps)]
-    # The deadline is for starting something new; what is warm by now is measured, in two rounds at least.
+    # The deadline is for starting something new; what is warm by now is measured, in one round at least.
     deadline = max(ctx.deadline, time.monotonic() + 20)
     interleave(everyone, ctx.device, rounds=ctx.rounds, block_ms=ctx.block_ms, deadline=deadline)
     bandwidth = limits.copy_bandwidth(ctx.device, min(ctx.block_ms, 100.0))
     bound: dict[str, dict[str, Stat]] = {p.name: p.stats() for p in bounds if not p.failure}
+    rounds = {p.name: len(p.parts["total"]) for p in bounds if p.parts}
     for name, fields in _limit_records(bound, batch).items():
-        ctx.add("ok", head=name, **who, **fields, copy_gbs=bandwidth)
+        ctx.add("ok", head=name, **who, **fields, rounds=rounds[name], copy_gbs=bandwidth)
     for c in checked:
         fields = {**c.fields, "copy_gbs": bandwidth}
         fields.pop("status")
@@ -243,6 +244,7 @@ def _time(
         for participant, part in zip(timed[c.head.name], c.parts(parts), strict=True):
             if participant.parts:
                 fields |= _times(part, participant.stats(), bound, batch)
+                fields["rounds"] = len(participant.parts["total"])
         ctx.add("failed" if failure else "ok", failure, head=c.head.name, **who, **fields)
         ctx.echo(f"  {c.head.name}: {failure or summary(fields)}")
 
