@@ -45,6 +45,14 @@ _spare: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
 _spare_lock = threading.Lock()
 
 
+def check_storable(function: str, name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a dtype that no row holds."""
+    if tensor.dtype.is_complex:
+        raise TypeError(f"{function}: {name} must be real, got {tensor.dtype}")
+    if tensor.dtype not in _KINDS:
+        raise TypeError(f"{function}: {name} must be neither float8 nor unsigned beyond uint8, got {tensor.dtype}")
+
+
 class Lane:
     """A ring of rows of `columns` scalars, float64 before first_integer_column and int64 from there on."""
 

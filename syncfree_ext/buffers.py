@@ -8,9 +8,11 @@ derived from them, or from constants.
 from __future__ import annotations
 
 import difflib
+import numbers
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -57,9 +59,10 @@ def pin_buffers(
         latents = (latents - vae.bn.running_mean) / (vae.bn.running_var + eps).sqrt()
 
     The buffers move to the device now, and stay there: a change of dtype is followed, on the device; a change of device
-    is not, and copies nothing. Their memory stays the same unless the dtype changes. Buffers that are assigned later
-    are moved at the next change of the module. `state_dict` holds them as they are, on that device; `load_state_dict`
-    copies into them, and with assign=True moves what was assigned. A deep copy, and an unpickled module, have no pin.
+    is not, and copies nothing. Their memory stays the same unless the dtype changes; `share_memory` does not reach it.
+    Buffers that are assigned later are moved at the next change of the module. `state_dict` holds them as they are, on
+    that device; `load_state_dict` copies into them, and with assign=True moves what was assigned. A deep copy, and an
+    unpickled module, have no pin.
 
     Pins may overlap: a buffer is free when the last handle that names it is removed. While the module is elsewhere it
     has tensors on two devices, so that its own forward, and code that takes the device of "the first buffer", fail:
@@ -244,7 +247,7 @@ class _AfterLoading:
         return _AfterLoading, (None,)
 
 
-Source: TypeAlias = "Tensor | float | int | tuple[float, ...] | list[float]"
+Source: TypeAlias = "Tensor | complex | tuple[Source, ...] | list[Source]"
 
 
 class ResidentCache:
@@ -254,16 +257,25 @@ class ResidentCache:
         latents = latents * inverse_std(vae.bn.running_var, vae.bn.eps, dtype=latents.dtype)
 
     The function runs where its arguments are; only its result is moved and cast. A call with the same arguments returns
-    the same tensor and does nothing else. A tensor is the same if it is the same object, has not been written to since
-    (by its version counter; writes through `.data` or by other libraries are not counted: call `clear`), and has the
-    same dtype; numbers and lists of them are compared by value. A tensor made in inference mode has no version, and its
-    result is computed in each call.
+    the same tensor and does nothing else. A tensor on the CPU is the same if it is the same object and holds the same
+    values; they are compared in each call, so keep it small. A tensor on another device cannot be read without waiting:
+    it is the same if it is the same object and its version counter says that nobody has written to it. Not all writers
+    count there. Those that do not: BatchNorm, which in training updates its running statistics; optimizers with
+    fused=True; collectives of torch.distributed; `.data`; other libraries. Pass what they do count as one more argument
+    that the function ignores, or call `clear`:
+
+        cache = ResidentCache(lambda var, eps, batches: (var + eps).rsqrt(), "cuda")
+        cache(bn.running_var, bn.eps, bn.num_batches_tracked)
+
+    Numbers, and lists of them, are the same if type and value are. A tensor made in inference mode has no version, and
+    its result is computed in each call. Two threads may use one object.
 
     No module is changed, so it works where `pin_buffers` is not wanted; but a module that is moved gets new tensors, so
     that the next call computes, and transfers, once more.
 
     Args:
-        fn: of the arguments of a call to a tensor. Gradients are not tracked.
+        fn: of the arguments of a call to a tensor. Gradients are not tracked, and the result can be used in training,
+            also where the call that computed it was in inference mode.
         device: where the result is kept.
         size: how many results are kept, for different arguments or dtypes; the one that was not used for longest goes.
 
@@ -275,29 +287,33 @@ class ResidentCache:
         self.device = resolve_device("syncfree_ext.ResidentCache", device)
         _checks.check_at_least("syncfree_ext.ResidentCache", "size", size, 1)
         self._fn, self._size = fn, size
-        # Weak references tell a new tensor from an old one whose id it has.
-        self._results: OrderedDict[Any, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = OrderedDict()
+        self._results: OrderedDict[Any, tuple[tuple[_Seen, ...], Tensor]] = OrderedDict()
+        self._lock = threading.Lock()  # of the results: not held while fn runs
 
     def __call__(self, *sources: Source, dtype: torch.dtype | None = None) -> Tensor:
         """The function of sources, on the device.
 
         Args:
-            sources: tensors on any device, numbers, and tuples or lists of numbers.
+            sources: tensors on any device, numbers, and tuples or lists of these.
             dtype: of the result. None: that of the function.
         """
-        tensors = tuple(source for source in sources if isinstance(source, Tensor))
+        tensors = list(_tensors_of(sources))
         if any(tensor.is_inference() for tensor in tensors):
             return self._compute(sources, dtype)
-        key = (dtype, *(_identity(source) for source in sources))
-        found = self._results.get(key)
-        if found is not None and all(ref() is tensor for ref, tensor in zip(found[0], tensors, strict=True)):
+        key = (dtype, _identity(sources))
+        with self._lock:
+            found = self._results.get(key)
+            if found is not None and all(map(_Seen.is_still, found[0], tensors)):
+                self._results.move_to_end(key)
+                return found[1]
+        with torch.inference_mode(False):
+            seen = tuple(map(_Seen, tensors))  # before fn reads them
+            result = self._compute(sources, dtype)
+        with self._lock:
+            self._results[key] = (seen, result)
             self._results.move_to_end(key)
-            return found[1]
-        result = self._compute(sources, dtype)
-        self._results[key] = (tuple(weakref.ref(tensor) for tensor in tensors), result)
-        self._results.move_to_end(key)
-        while len(self._results) > self._size:
-            self._results.popitem(last=False)
+            while len(self._results) > self._size:
+                self._results.popitem(last=False)
         return result
 
     @torch.no_grad()
@@ -309,12 +325,35 @@ class ResidentCache:
 
     def clear(self) -> None:
         """Forget all results."""
-        self._results.clear()
+        with self._lock:
+            self._results.clear()
 
 
-def _identity(source: Source) -> Any:
+class _Seen:
+    """A tensor as it was when a result was computed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)  # tells a new tensor from an old one whose id it has
+        is_readable = tensor.is_cpu and tensor.layout is torch.strided
+        self._values = tensor.detach().clone() if is_readable else None
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self._tensor() is tensor and (self._values is None or torch.equal(self._values, tensor.detach()))
+
+
+def _tensors_of(sources: Iterable[Source]) -> Iterator[Tensor]:
+    for source in sources:
+        if isinstance(source, Tensor):
+            yield source
+        elif isinstance(source, (list, tuple)):
+            yield from _tensors_of(source)
+
+
+def _identity(source: Any) -> Any:
+    """What differs for sources that are told apart without a look at values on a device."""
     if isinstance(source, Tensor):
         return id(source), source._version, source.dtype
     if isinstance(source, (list, tuple)):
-        return tuple(source)
-    return source
+        return type(source), tuple(map(_identity, source))
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    return type(source), repr(source) if isinstance(source, numbers.Number) else source

@@ -82,9 +82,10 @@ class NonFiniteGuard:
             raise RuntimeError(f"{_NAME}: expected to be made before the capture of a CUDA graph, got a capture")
         self._lane = Lane(self.device, self.depth, 2, 0)
         self._replays = Lane(self.device, self.depth, 2, 0)
-        self._counters = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._first = torch.zeros((), dtype=torch.int64, device=self.device)  # meaningless while count is 0
-        self._count = torch.zeros((), dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):
+            self._counters = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self._first = torch.zeros((), dtype=torch.int64, device=self.device)  # meaningless while count is 0
+            self._count = torch.zeros((), dtype=torch.int64, device=self.device)
         self._pending: deque[tuple[int, int]] = deque()
         self._tickets = 0
         self._captured = False
@@ -104,6 +105,9 @@ class NonFiniteGuard:
         if not self._captured:
             self._replays.recycle()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{_NAME}: a guard holds memory that the device writes to, and cannot be copied or pickled")
+
     @torch.no_grad()
     def update(self, step: int, *tensors: Tensor | float) -> None:
         """Look at the values of a step, on the device, in the order of the current stream.
@@ -113,7 +117,8 @@ class NonFiniteGuard:
         Args:
             step: its number, any integer.
             tensors: what has to be finite: floating tensors of any shape on the device, tensors on the CPU, or numbers.
-                Integers are finite; none at all is fine. Gradients are not tracked.
+                Of sparse tensors the values that are stored. Integers are finite; none at all is fine. Gradients are
+                not tracked.
 
         Raises:
             NonFiniteError: the step depth updates earlier was bad, or this was found before.
@@ -196,7 +201,14 @@ class NonFiniteGuard:
                 bad_on_host |= not math.isfinite(value)
                 continue
             _checks.check_tensor(_NAME + ".update", f"tensors[{index}]", value)
-            value = torch.view_as_real(value) if value.dtype.is_complex else value
+            if value.layout is torch.sparse_coo:
+                value = value._values()  # values() would need a coalesced tensor, and to coalesce waits
+            elif value.layout is not torch.strided:
+                value = value.values()
+            if value.dtype.is_complex:
+                value = torch.view_as_real(value.resolve_conj())
+            elif value.dtype.is_floating_point and value.dtype.itemsize == 1:
+                value = value.to(torch.float32)  # float8 has no arithmetic
             if not value.dtype.is_floating_point or value.numel() == 0:
                 continue
             if value.is_cpu and self.device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _checks
-from ._slots import COLUMNS, is_capturing, resolve_device
+from ._slots import COLUMNS, check_storable, is_capturing, resolve_device
 from .scalars import AsyncScalars
 
 Reduction: TypeAlias = Literal["sum", "mean", "last", "min", "max", "ratio"]
@@ -104,8 +105,8 @@ class MetricBuffer:
         """Accumulate values, as they are now in the order of the current stream. Never waits.
 
         Args:
-            metrics: name to a tensor with one element (any real dtype) or a number; for "ratio" to a pair of them. A
-                tensor on the CPU counts as a number. Gradients are not tracked.
+            metrics: name to a tensor with one element (floating but not float8, signed, uint8 or bool) or a number; for
+                "ratio" to a pair of them. A tensor on the CPU counts as a number. Gradients are not tracked.
 
         Raises:
             TypeError: a value is of the wrong type, a ratio no pair, or another metric a pair.
@@ -167,8 +168,7 @@ class MetricBuffer:
     def _scalar(self, name: str, value: object) -> Tensor | float:
         if isinstance(value, Tensor):
             _checks.check_tensor(f"{_NAME}.add", name, value)
-            if value.dtype.is_complex:
-                raise TypeError(f"{_NAME}.add: {name} must be real, got {value.dtype}")
+            check_storable(f"{_NAME}.add", name, value)
             if value.numel() != 1:
                 raise ValueError(f"{_NAME}.add: {name} must have one element, got shape {tuple(value.shape)}")
             if value.is_cpu and self.device.type != "cpu":
@@ -176,7 +176,7 @@ class MetricBuffer:
             if value.device != self.device:
                 raise ValueError(f"{_NAME}.add: {name} must be on {self.device} or the CPU, got {value.device}")
             return value
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float, numbers.Real)):
             raise TypeError(
                 f"{_NAME}.add: {name} must be a number or a tensor with one element, got {type(value).__name__}"
             )
@@ -194,6 +194,7 @@ class MetricBuffer:
 
     # ----------------------------------------------------------------------------------------------------------- layout
 
+    @torch.inference_mode(False)  # a name may come up in an evaluation, and be added to in training
     def _lay_out(self) -> None:
         """Columns and memory for the names that are known."""
         kinds = self._reductions.items()
@@ -411,6 +412,19 @@ class MetricBuffer:
         if new:
             self._move_to(self._reductions | new)
         self._restore(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, copy and torch.save: what was accumulated, without memory that a captured graph writes to."""
+        if self.group is not None:
+            raise TypeError(f"{_NAME}: a buffer with a process group cannot be copied; take its state_dict()")
+        kept = {name: getattr(self, name) for name in ("device", "default", "ratio_default", "_reductions")}
+        return {"attributes": kept, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["attributes"], group=None, _agreed=False, _captured=False)
+        self._reductions = dict(self._reductions)
+        self._lay_out()
+        self._restore(state["state"])
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         layout = self._layout

@@ -7,6 +7,7 @@ and everything after it on its stream waits with it. `AsyncScalars` stores the v
 
 from __future__ import annotations
 
+import numbers
 import threading
 import time
 import warnings
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._slots import COLUMNS, ORIGIN, REPEAT, Lane, is_capturing, resolve_device, wait_until
+from ._slots import COLUMNS, ORIGIN, REPEAT, Lane, check_storable, is_capturing, resolve_device, wait_until
 
 Value: TypeAlias = "Tensor | float | int"
 Delivery: TypeAlias = "tuple[Any, dict[str, float | int]]"
@@ -148,8 +149,9 @@ class AsyncScalars:
 
         Args:
             tag: any object, None included; comes back with the values. Tags need not be unique.
-            values: names of the ring, any of them, to tensors with one element (any real dtype; for an int64 name an
-                integer one) or numbers. A tensor on the CPU counts as a number. Gradients are not tracked.
+            values: names of the ring, any of them, to tensors with one element (floating but not float8, signed, uint8
+                or bool; for an int64 name no floating one) or numbers. A tensor on the CPU counts as a number.
+                Gradients are not tracked.
 
         Raises:
             KeyError: a name is not one of the ring's.
@@ -201,25 +203,25 @@ class AsyncScalars:
             _checks.check_tensor(f"{_NAME}.put", name, value)
         if value.numel() != 1:
             raise ValueError(f"{_NAME}.put: {name} must have one element, got shape {tuple(value.shape)}")
-        if value.dtype.is_complex:
-            raise TypeError(f"{_NAME}.put: {name} must be real, got {value.dtype}")
+        check_storable(f"{_NAME}.put", name, value)
         if value.device != self.device and not value.is_cpu:
             raise ValueError(f"{_NAME}.put: {name} must be on {self.device} or the CPU, got {value.device}")
         if column >= self._first_integer and value.dtype.is_floating_point:
             raise TypeError(f"{_NAME}.put: {name} is an int64 name and must be an integer, got {value.dtype}")
 
     def _number(self, name: str, value: object, column: int) -> float | int:
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float, numbers.Real)):
             raise TypeError(
                 f"{_NAME}.put: {name} must be a number or a tensor with one element, got {type(value).__name__}"
             )
         if column < self._first_integer:
             return float(value)
-        if not isinstance(value, int):
+        if not isinstance(value, (int, numbers.Integral)):
             raise TypeError(f"{_NAME}.put: {name} is an int64 name and must be an integer, got {value!r}")
-        if not -(2**63) <= value < 2**63:
+        integer = int(value)
+        if not -(2**63) <= integer < 2**63:
             raise ValueError(f"{_NAME}.put: {name} must fit into int64, got {value}")
-        return int(value)
+        return integer
 
     def _make_room(self, stream: int) -> None:
         """See to it that the row of the next ticket may be written."""
@@ -294,10 +296,10 @@ class AsyncScalars:
             with self._lock:
                 self._collect()
                 for index, (other, values) in enumerate(self._ready):
-                    if other is tag or other == tag:
+                    if _is_same(other, tag):
                         del self._ready[index]
                         return values
-                if not any(entry.tag is tag or entry.tag == tag for entry in self._pending):
+                if not any(_is_same(entry.tag, tag) for entry in self._pending):
                     raise KeyError(f"{_NAME}.get: expected a tag that is on its way or undelivered, got {tag!r}")
                 oldest = self._pending[0]  # values become readable in the order of the puts
             if not self._wait(oldest, deadline):
@@ -342,6 +344,9 @@ class AsyncScalars:
                         lanes.append(self._replays)
                     for lane in lanes:
                         lane.recycle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{_NAME}: a ring holds memory that the device writes to, and cannot be copied or pickled")
 
     def __enter__(self) -> AsyncScalars:
         return self
@@ -422,6 +427,17 @@ class AsyncScalars:
         values = {name: constant if column is None else row[COLUMNS + column] for name, column, constant in fields}
         self._latest = (tag, values)
         self._ready.append(self._latest)
+
+
+def _is_same(tag: Any, other: Any) -> bool:
+    """Whether two tags are one object, or equal. Of arrays and tensors, whose == is one as well, only the first."""
+    if tag is other:
+        return True
+    try:
+        equal = tag == other
+    except Exception:
+        return False
+    return bool(equal) if type(equal).__name__ in ("bool", "bool_") else False
 
 
 def _dtypes_of(names: Sequence[str] | Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

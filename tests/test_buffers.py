@@ -7,7 +7,9 @@ import copy
 import gc
 import io
 import pickle
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -310,9 +312,11 @@ def test_a_write_computes_again(device: torch.device) -> None:
     x[0] = 7
     assert cache(x).tolist() == [14.0, 4.0]
     assert calls == [3]
-    x.data.fill_(0)  # not counted by PyTorch
+    x.data.fill_(0)  # not counted by PyTorch, but on the CPU the values tell
+    assert cache(x).tolist() == [0.0, 0.0]
     cache.clear()
     assert cache(x).tolist() == [0.0, 0.0]
+    assert calls == [5]
 
 
 def test_another_tensor_in_the_same_place(device: torch.device) -> None:
@@ -329,6 +333,92 @@ def test_numbers_and_lists(device: torch.device) -> None:
     assert cache([0.5, 1.5]) is first
     assert cache([0.5, 1.25]).tolist() == [0.5, 1.25]
     assert calls == [2]
+
+
+@torch.no_grad()
+def write_by_batch_norm(norm: nn.BatchNorm1d) -> None:
+    norm(torch.randn(8, 2, device=norm.running_var.device) * 3 + 1)  # type: ignore[union-attr]
+
+
+def write_by_a_fused_optimizer(norm: nn.BatchNorm1d) -> None:
+    variance = norm.running_var
+    assert variance is not None
+    variance.grad = torch.ones_like(variance)
+    torch.optim.SGD([variance.requires_grad_()], lr=0.1, fused=True).step()
+    variance.requires_grad_(False)
+
+
+def write_by_data(norm: nn.BatchNorm1d) -> None:
+    norm.running_var.data.mul_(2.0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("write", [write_by_batch_norm, write_by_a_fused_optimizer, write_by_data])
+def test_writers_that_are_not_counted(write: Callable[[nn.BatchNorm1d], None]) -> None:
+    """On the CPU the values themselves are compared."""
+    norm = nn.BatchNorm1d(2)
+    cache = ResidentCache(lambda var, eps: (var + eps).sqrt(), "cpu")
+    for _ in range(3):
+        write(norm)
+        assert norm.running_var is not None
+        assert torch.equal(cache(norm.running_var, norm.eps), (norm.running_var + norm.eps).sqrt())
+    again = cache(norm.running_var, norm.eps)
+    assert cache(norm.running_var, norm.eps) is again
+
+
+def test_batch_norm_is_seen_by_what_it_counts(device: torch.device) -> None:
+    """On a device, where values are not read, its number of batches tells."""
+    norm = nn.BatchNorm1d(2, device=device)
+    assert norm.running_var is not None
+    cache = ResidentCache(lambda var, eps, _: (var + eps).sqrt(), device)
+    for _ in range(3):
+        write_by_batch_norm(norm)
+        found = cache(norm.running_var, norm.eps, norm.num_batches_tracked)
+        assert torch.equal(found, (norm.running_var + norm.eps).sqrt())
+    assert cache(norm.running_var, norm.eps, norm.num_batches_tracked) is found
+
+
+def test_equal_sources_of_different_types(device: torch.device) -> None:
+    cache = ResidentCache(lambda values: torch.tensor(values), device)
+    for values in ([1, 0], (1, 0), [True, False], [1.0, 0.0], [1.0, -0.0], [[1, 0]], 0, 0.0, -0.0, False):
+        found, right = cache(values), torch.tensor(values)  # type: ignore[arg-type]
+        assert found.dtype == right.dtype
+        assert str(found.tolist()) == str(right.tolist())
+        assert cache(values) is found  # type: ignore[arg-type]
+
+
+def test_lists_of_tensors(device: torch.device) -> None:
+    cache = ResidentCache(lambda pair: pair[0] + pair[1][0], device)
+    a, b = torch.ones(2), torch.ones(2)
+    first = cache([a, [b]])
+    assert cache([a, [b]]) is first
+    b.add_(1)
+    assert cache([a, [b]]).tolist() == [3.0, 3.0]
+
+
+def test_filled_in_inference_mode_and_used_in_training(device: torch.device) -> None:
+    cache = ResidentCache(lambda v: (v + 3).rsqrt(), device)
+    var, linear = torch.ones(3), nn.Linear(3, 3, device=device)
+    x = torch.ones(2, 3, device=device)
+    with torch.inference_mode():
+        first = cache(var)
+    (linear(x) * cache(var)).sum().backward()
+    assert cache(var) is first
+    assert linear.weight.grad is not None
+
+
+def test_threads_share_a_cache() -> None:
+    cache = ResidentCache(lambda x: torch.tensor(x), "cpu", size=1)
+
+    def work(x: float) -> bool:
+        return all(cache(x).item() == x for _ in range(3000))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(work, [0.0, 1.0, 2.0, 3.0]))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_the_least_used_goes(device: torch.device) -> None:

@@ -103,11 +103,49 @@ def test_numbers_and_tensors_on_the_cpu(bad: Any, device: torch.device) -> None:
         guard.check()
 
 
-def test_complex(device: torch.device) -> None:
+def as_conjugate(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex64).conj()
+
+
+def as_sparse(x: torch.Tensor) -> torch.Tensor:
+    """The same place twice, not coalesced, as gradients of an Embedding are."""
+    places = torch.zeros(1, x.numel(), dtype=torch.int64, device=x.device)
+    return torch.sparse_coo_tensor(places, x, (4,), check_invariants=True)
+
+
+def as_csr(x: torch.Tensor) -> torch.Tensor:
+    return x.diag().to_sparse_csr()
+
+
+def as_float8(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e5m2)
+
+
+KINDS = [torch.Tensor.cfloat, as_conjugate, as_sparse, as_csr, as_float8, torch.Tensor.neg, torch.Tensor.half]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_kind_of_tensor(kind: Callable[[torch.Tensor], torch.Tensor], beside: bool, device: torch.device) -> None:
     guard = guard_of(device)
-    guard.update(1, torch.tensor([1 + 2j, complex(1, math.nan)], device=device))
-    with pytest.raises(NonFiniteError, match="in step 1"):
+    others = [torch.ones(3, device=device)] if beside else []
+    guard.update(1, kind(torch.tensor([1.0, 2.0], device=device)), *others)
+    guard.check()
+    guard.update(2, kind(torch.tensor([1.0, math.nan], device=device)), *others)
+    with pytest.raises(NonFiniteError, match="in step 2; 1"):
         guard.check()
+
+
+def test_made_in_inference_mode(device: torch.device) -> None:
+    with torch.inference_mode():
+        guard = guard_of(device)
+        guard.update(1, torch.ones((), device=device))
+    guard.update(2, torch.tensor(math.nan, device=device))
+    with pytest.raises(NonFiniteError, match="in step 2; 1"):
+        guard.check()
+    guard.reset()
+    guard.check()
 
 
 def test_reset(device: torch.device) -> None:

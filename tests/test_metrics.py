@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -154,6 +157,60 @@ def test_gradients_are_not_tracked(device: torch.device) -> None:
     assert not any(value.requires_grad for value in buffer.reduced().values())
 
 
+def test_numbers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    buffer = MetricBuffer("cpu", {"a": "sum"})
+    buffer.add(a=np.float32(1.5))
+    buffer.add(a=np.int64(2))
+    assert buffer.compute() == {"a": 3.5}
+
+
+def test_inference_mode_leaves_no_trace(device: torch.device) -> None:
+    """What is made in an evaluation can be added to in training."""
+    with torch.inference_mode():
+        buffer = MetricBuffer(device, {"early": "max"})
+        buffer.add(loss=torch.ones((), device=device))
+    buffer.add(loss=torch.full((), 2.0, device=device), early=3)
+    with torch.inference_mode():
+        buffer.add(val_loss=torch.ones((), device=device), loss=3)
+        state = buffer.state_dict()
+    buffer.add(val_loss=3, loss=4)
+    assert buffer.compute() == {"early": 3.0, "loss": 2.5, "val_loss": 2.0}
+    buffer.load_state_dict(state)
+    buffer.add(val_loss=3, loss=4)
+    assert buffer.compute() == {"early": 3.0, "loss": 2.5, "val_loss": 2.0}
+
+
+@pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy", "save"])
+def test_a_copy_goes_on_by_itself(way: str, device: torch.device) -> None:
+    reductions: dict[str, Any] = {"a": "sum", "b": "last", "c": "min", "d": "ratio"}
+    buffer = MetricBuffer(device, reductions, default="max", ratio_default=-1.0)
+    buffer.add(a=1, b=2, c=3, d=(1, 2), e=5)
+    if way == "save":
+        file = io.BytesIO()
+        torch.save(buffer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = pickle.loads(pickle.dumps(buffer)) if way == "pickle" else getattr(copy, way)(buffer)
+    other.add(a=5)
+    other.add(a=5)
+    other.add(f=1)
+    buffer.add(b=7)
+    assert buffer.compute() == {"a": 1.0, "b": 7.0, "c": 3.0, "d": 0.5, "e": 5.0}
+    assert other.compute() == {"a": 11.0, "b": 2.0, "c": 3.0, "d": 0.5, "e": 5.0, "f": 1.0}
+    other.add(g=1)
+    assert (other.reductions["g"], other.compute()["d"], buffer.reductions) == ("max", -1.0, {**reductions, "e": "max"})
+
+
+def test_a_copy_of_ranks_is_refused() -> None:
+    buffer = MetricBuffer("cpu")
+    buffer.group = object()  # type: ignore[assignment]
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="MetricBuffer: a buffer with a process group cannot be copied; take its"):
+            way(buffer)
+
+
 def test_compute_async(device: torch.device) -> None:
     buffer = MetricBuffer(device, ALL)
     with AsyncScalars(device, [*ALL, "lr"], depth=2) as ring:
@@ -222,6 +279,8 @@ def test_load_state_dict_replaces(device: torch.device) -> None:
         ({"s": torch.ones(2)}, ValueError, r"s must have one element, got shape \(2,\)"),
         ({"s": torch.ones((), device="meta")}, ValueError, "s must be on cpu or the CPU, got meta"),
         ({"s": torch.ones((), dtype=torch.complex64)}, TypeError, "s must be real"),
+        ({"s": torch.ones((), dtype=torch.uint16)}, TypeError, "s must be neither float8 nor unsigned .* torch.uint16"),
+        ({"s": torch.ones((), dtype=torch.float8_e5m2)}, TypeError, "s must be neither float8 nor unsigned"),
         ({"s": "1"}, TypeError, "s must be a number or a tensor with one element, got str"),
     ],
 )

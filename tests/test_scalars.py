@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
+import pickle
 import random
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -160,6 +163,40 @@ def test_tags_are_any_objects(device: torch.device) -> None:
         got = ring.flush()
     assert [tag for tag, _ in got] == tags
     assert [values["x"] for _, values in got] == list(range(len(tags)))
+
+
+def test_tags_that_do_not_compare_as_one(device: torch.device) -> None:
+    """Arrays and tensors are found by identity, among others and beside them."""
+    np = pytest.importorskip("numpy")
+    array, tensor = np.arange(3), torch.arange(3)
+    tags: list[Any] = [array, "x", tensor, (array, 1), np.int64(7)]
+    with AsyncScalars(device, ["x"], depth=8) as ring:
+        for i, tag in enumerate(tags):
+            ring.put(tag, {"x": i})
+        assert ring.get("x") == {"x": 1.0}
+        assert ring.get(tags[3]) == {"x": 3.0}
+        assert ring.get(tensor) == {"x": 2.0}
+        assert ring.get(7) == {"x": 4.0}
+        with pytest.raises(KeyError, match="expected a tag that is on its way"):
+            ring.get(np.arange(3))
+        assert ring.get(array) == {"x": 0.0}
+
+
+def test_numbers_of_numpy(device: torch.device) -> None:
+    np = pytest.importorskip("numpy")
+    with AsyncScalars(device, {"x": torch.float64, "n": torch.int64}) as ring:
+        ring.put(0, {"x": np.float32(1.5), "n": np.int64(2)})
+        ((_, values),) = ring.flush()
+        assert values == {"x": 1.5, "n": 2}
+        assert [type(value) for value in values.values()] == [float, int]
+
+
+def test_a_ring_is_not_copied(device: torch.device) -> None:
+    with AsyncScalars(device, ["x"]) as ring:
+        for thing, what in ((ring, "ring"), (NonFiniteGuard(ring), "guard")):
+            for way in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"a {what} holds memory that the device writes to"):
+                    way(thing)
 
 
 def test_get_takes_one_and_leaves_the_others(device: torch.device) -> None:
@@ -459,6 +496,10 @@ def test_errors_at_construction(arguments: Any, options: Any, error: type[Except
         ({"x": torch.ones(2)}, ValueError, r"x must have one element, got shape \(2,\)"),
         ({"x": torch.ones(0)}, ValueError, r"x must have one element, got shape \(0,\)"),
         ({"x": torch.ones((), dtype=torch.complex64)}, TypeError, "x must be real, got torch.complex64"),
+        ({"x": torch.ones((), dtype=torch.uint16)}, TypeError, "x must be neither float8 nor unsigned .* torch.uint16"),
+        ({"n": torch.ones((), dtype=torch.uint64)}, TypeError, "n must be neither float8 nor unsigned beyond uint8"),
+        ({"x": torch.ones((), dtype=torch.float8_e5m2)}, TypeError, "x must be neither float8 nor unsigned"),
+        ({"n": Fraction(1, 2)}, TypeError, "n is an int64 name and must be an integer"),
         ({"x": torch.ones((), device="meta")}, ValueError, "x must be on cpu or the CPU, got meta"),
         ({"x": "1"}, TypeError, "x must be a number or a tensor with one element, got str"),
         ({"n": 1.0}, TypeError, "n is an int64 name and must be an integer, got 1.0"),
