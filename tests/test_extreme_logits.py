@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def test_very_large_logits(size: float, rng: torch.Generator, device: torch.devi
         b[3] = sign * size
         compare(x, w, target, b, reduction="none")
         compare(x, w, target, b, softcap=20.0, reduction="none")
+
+
+@pytest.mark.parametrize("token_scaling", [False, True])
+@pytest.mark.parametrize("scale", [1e8, -1e8, 1e10, -1e20, 1e30])
+def test_a_scale_that_makes_logits_huge(scale: float, token_scaling: bool, rng: torch.Generator) -> None:
+    """On CUDA this holds up to logits of 1e9."""
+    x, w, target, _ = small(rng, torch.device("cpu"))
+    options: dict[str, Any] = {"logit_scale": scale, "token_scaling": token_scaling, "reduction": "none"}
+    compare(x, w, target, **options)
+    logits = (x @ w.t()).requires_grad_()
+    loss = syncfree_ext.cross_entropy(logits, target, **options)
+    exact = reference.cross_entropy_gradients(logits.detach(), target, **options)
+    assert_close_rel(loss, exact.output.loss, 1e-5)
+    assert_close_rel(torch.autograd.grad(loss.sum(), logits)[0], exact.dx, 1e-5)
 
 
 @pytest.mark.parametrize("offset", [-3000.0, 3000.0])

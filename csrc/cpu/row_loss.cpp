@@ -288,7 +288,10 @@ struct RowKernel {
 template <class In, class Out, class T>
 void live_part(const RowParams& p, int64_t live) {
   const LossOptions& o = p.options;
-  const bool buffered = p.bias || p.weight || o.softcap != 0 || o.label_smoothing > 0;
+  // Scaled logits are stored, and so rounded, before a maximum is taken off: fused with the multiplication, the
+  // difference of two huge ones would be the rounding of one.
+  const bool scaled = option_logit_scale(o) != 1.0;
+  const bool buffered = p.bias || p.weight || o.softcap != 0 || o.label_smoothing > 0 || scaled;
   parallel(live, p.num_classes * 8, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<T[]> buffer(buffered ? new T[size_t(p.num_classes) * 2] : nullptr);
     if constexpr (std::is_same_v<T, double>)
