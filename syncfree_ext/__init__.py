@@ -12,7 +12,7 @@ from . import _load
 
 _load.load()
 
-from . import ops  # noqa: E402  (registers on the schemas that load() brought in)
+from . import _flops, ops  # noqa: E402, F401  (register on the schemas that load() brought in)
 from .buffers import PinHandle, ResidentCache, pin_buffers  # noqa: E402
 from .functional import LinearCrossEntropyOutput, cross_entropy, linear_cross_entropy  # noqa: E402
 from .guards import NonFiniteError, NonFiniteGuard  # noqa: E402

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch import Tensor
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REDUCTIONS = ("mean", "sum", "none")
+_LARGEST = int(sys.float_info.max)
 
 
 def check_tensor(function: str, name: str, tensor: object) -> None:
-    """Raise TypeError for what is no tensor, or is sharded over devices (a DTensor)."""
+    """Raise TypeError for what is no tensor, is not strided, or is sharded over devices (a DTensor)."""
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise TypeError(f"{function}: {name} must be a strided tensor, got one of layout {tensor.layout}")
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return
     if not isinstance(tensor, Tensor):
@@ -97,7 +101,9 @@ def check_scalar_tensor(function: str, name: str, tensor: Tensor, device: torch.
 
 
 def check_number(function: str, name: str, value: object) -> None:
-    """Raise TypeError unless the value is a real number, Python's or NumPy's."""
+    """Raise TypeError unless the value is a real number, Python's or NumPy's, ValueError if float64 is too small."""
+    if type(value) is int and abs(value) > _LARGEST:
+        raise ValueError(f"{function}: {name} must fit into float64, got an integer of {value.bit_length()} bits")
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
 

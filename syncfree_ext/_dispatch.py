@@ -54,6 +54,11 @@ def below_autograd(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             raise
 
 
+def make_serializable(kind: type[Any]) -> None:
+    """Let torch.export.save write down a NamedTuple that a model returns."""
+    torch.utils._pytree._register_namedtuple(kind, serialized_type_name=f"syncfree_ext.{kind.__name__}")
+
+
 def raise_refused(error: RuntimeError) -> None:
     """Raise ValueError if a kernel has refused an argument.
 

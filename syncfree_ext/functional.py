@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._dispatch import make_serializable
 from .ops import DEFAULTS, cross_entropy_outputs, flce_outputs
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -34,6 +35,9 @@ class LinearCrossEntropyOutput(NamedTuple):
     """int64, per row: the class of the largest logit, the lowest one of equals; -1 on ignored rows."""
     logsumexp: Tensor | None = None
     """float32 (float64 for float64 input), per row: of the logits after logit_scale and softcap; 0 on ignored rows."""
+
+
+make_serializable(LinearCrossEntropyOutput)
 
 
 def linear_cross_entropy(
@@ -359,8 +363,7 @@ def _given_options(
         options["num_items"] = num_items
     elif num_items is not None:
         _checks.check_number(function, "num_items", num_items)
-        # A fill, whose value travels as an argument of the kernel: torch.tensor(num_items, device=...) would upload it.
-        options["num_items"] = torch.full((), _checks.plain_number(num_items), dtype=torch.float64, device=input.device)
+        options["num_items"] = _fill(_checks.plain_number(num_items), input.device)
     for name, value, default in (("logit_scale", logit_scale, 1.0), ("z_loss_weight", z_loss_weight, 0.0)):
         if isinstance(value, Tensor):
             _checks.check_scalar_tensor(function, name, value, input.device)
@@ -369,6 +372,13 @@ def _given_options(
             _checks.check_number(function, name, value)
             options[name] = _checks.plain_number(value)
     return options
+
+
+def _fill(value: Number, device: torch.device) -> Tensor:
+    """A float64 scalar whose value travels as an argument of the kernel: torch.tensor(value, device=...) uploads it."""
+    if torch.compiler.is_compiling():  # full would make a constant of the value, and each value compile anew
+        return torch.ones((), dtype=torch.float64, device=device) * value
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def _loss_options(*arguments: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .scalars import AsyncScalars, _captured_memory
 Group: TypeAlias = "dist.ProcessGroup | None"
 
 _NAME = "syncfree_ext.NonFiniteGuard"
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
 
 _publish = torch.ops.syncfree.publish_.default
 
@@ -200,11 +201,11 @@ class NonFiniteGuard:
                 _checks.check_number(_NAME + ".update", f"tensors[{index}]", value)
                 bad_on_host |= not math.isfinite(value)
                 continue
-            _checks.check_tensor(_NAME + ".update", f"tensors[{index}]", value)
             if value.layout is torch.sparse_coo:
                 value = value._values()  # values() would need a coalesced tensor, and to coalesce waits
-            elif value.layout is not torch.strided:
+            elif value.layout in _COMPRESSED:
                 value = value.values()
+            _checks.check_tensor(_NAME + ".update", f"tensors[{index}]", value)
             if value.dtype.is_complex:
                 value = torch.view_as_real(value.resolve_conj())
             elif value.dtype.is_floating_point and value.dtype.itemsize == 1:

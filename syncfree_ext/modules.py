@@ -118,7 +118,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinearCrossEntropyLoss:
         # Options follow the module to a device but keep their dtype: half() would make 0 of a z_loss_weight of 1e-8.
-        kept = dict(self.named_buffers(recurse=False))
+        kept = dict(self.named_buffers(recurse=False, remove_duplicate=False))
         super()._apply(fn, recurse)
         for name, before in kept.items():
             after = getattr(self, name)

@@ -300,7 +300,7 @@ class _FlceForward(Function):
             kept = ctx.gradients
             if kept is None or any(need and not has for need, has in zip(needed, ctx.computed, strict=True)):
                 gradients = _FlceForward._recompute(ctx, upstream, needed)
-            elif is_traced():
+            elif is_traced() or torch._C._functorch.is_legacy_batchedtensor(upstream):  # no op in place is batched
                 gradients = _FlceForward._scale_copies(ctx, upstream, needed)
             else:
                 gradients = _FlceForward._give_away(ctx, upstream, needed)

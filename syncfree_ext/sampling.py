@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._dispatch import raise_refused
+from ._dispatch import make_serializable, raise_refused
 
 Order: TypeAlias = Literal["first", "random"]
 
@@ -26,6 +26,9 @@ class MaskedIndices(NamedTuple):
     """bool (..., size): True for the selected positions, which come first."""
     count: Tensor  # type: ignore[assignment]
     """int64 (...): how many entries of the mask are set; what was cut off shows as count > size."""
+
+
+make_serializable(MaskedIndices)
 
 
 def masked_indices(

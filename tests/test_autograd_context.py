@@ -165,6 +165,19 @@ def test_transforms_are_refused(problem: Problem, function: Callable[..., Tensor
         of_input(forward_ad.make_dual(detached, detached))
 
 
+@LOSSES
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batched_upstream(problem: Problem, function: Callable[..., Tensor], reduction: str) -> None:
+    """is_grads_batched, with which a vectorized jacobian is made; the first backward as any later one."""
+    loss = function(problem, reduction=reduction)
+    upstream = torch.randn(3, *loss.shape, device=loss.device)
+    expected = [problem.reference(one, reduction) for one in upstream]
+    for _ in range(2):
+        found = grad(loss, problem.leaves, upstream, is_grads_batched=True, retain_graph=True)
+        assert_close(found, [torch.stack(each) for each in zip(*expected, strict=True)])
+    assert_close(grad(loss, problem.leaves, upstream[0]), expected[0])
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_dtensors_are_refused(device: torch.device, rng: torch.Generator) -> None:
     from torch.distributed.device_mesh import init_device_mesh

@@ -6,6 +6,7 @@ module-scoped case, because its first compilation takes half a minute on a slow 
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,11 +178,14 @@ def test_integer_num_items_does_not_recompile(device: torch.device, rng: torch.G
     assert counter.frame_count == compilations
 
 
-def test_automatic_dynamic_num_items_recompiles_once(device: torch.device, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("numbers", [(5, 17, 1000, 12345), (5.5, 17.25, 0.125, 12345.0)], ids=["int", "float"])
+def test_automatic_dynamic_num_items_recompiles_once(
+    numbers: tuple[float, ...], device: torch.device, rng: torch.Generator
+) -> None:
     step, counter = count_compilations()
     batch = Batch(device, rng, 3, 8)
-    for number in (5, 17, 1000, 12345):
-        step(batch, num_items=number)
+    for number in numbers:
+        assert_close([step(batch, num_items=number)], [loss_of(batch, num_items=number)])
     assert counter.frame_count <= 2
 
 
@@ -438,7 +442,7 @@ def test_export(strict: bool, extras: bool, device: torch.device, rng: torch.Gen
             self.head = sf.LinearCrossEntropyHead(HIDDEN, CLASSES, bias=True, loss=loss)
 
         def forward(self, hidden: Tensor, target: Tensor) -> Any:
-            return tuple(self.head(hidden, target)) if extras else self.head(hidden, target)
+            return self.head(hidden, target)
 
     module = Loss().to(device)
     batch, other = Batch(device, rng, 3, 8), Batch(device, rng, 5, 2)
@@ -455,6 +459,27 @@ def test_export(strict: bool, extras: bool, device: torch.device, rng: torch.Gen
             pairs = zip(actual, expected, strict=True) if extras else [(actual, expected)]
             for a, e in pairs:
                 assert_close([a], [e])
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()(batch.input.detach(), batch.target)
+    assert type(loaded) is (sf.LinearCrossEntropyOutput if extras else Tensor)
+    right = module(batch.input.detach(), batch.target)
+    assert_close(loaded if extras else [loaded], right if extras else [right])
+
+
+def test_exported_selection(device: torch.device) -> None:
+    class Select(nn.Module):
+        def forward(self, mask: Tensor) -> Any:
+            return sf.masked_indices(mask, 3)
+
+    mask = torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.bool, device=device)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Select(), (mask,)), file)
+    file.seek(0)
+    found = torch.export.load(file).module()(mask)
+    assert type(found) is sf.MaskedIndices
+    assert found.indices.tolist() == [1, 2, 4]
 
 
 def test_exported_module_trains(device: torch.device, rng: torch.Generator) -> None:

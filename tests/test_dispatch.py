@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import syncfree_ext as sf
-from autograd_problem import LOSSES, Problem, assert_close, grad
+from autograd_problem import CLASSES, HIDDEN, LOSSES, ROWS, Problem, assert_close, grad
 from syncfree_ext import _dispatch, ops
 
 
@@ -294,3 +295,23 @@ def test_a_refused_argument_is_a_value_error() -> None:
         _dispatch.raise_refused(RuntimeError("syncfree::flce_forward: input must be 2-D, got shape (3,)"))
     for text in ("syncfree: gather kernel: invalid argument", "syncfree::flce_forward() is missing a value", "CUDA"):
         _dispatch.raise_refused(RuntimeError(text))
+
+
+@pytest.mark.parametrize("frozen", [(), ("input",), ("weight", "bias"), ("input", "weight", "bias")], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_flops_are_those_of_the_products(
+    reduction: str, frozen: tuple[str, ...], device: torch.device, rng: torch.Generator
+) -> None:
+    problem = Problem(device, rng, frozen=frozen)
+    product = 2 * ROWS * HIDDEN * CLASSES
+    with FlopCounterMode(display=False) as counter:
+        loss = problem.loss(reduction=reduction)
+        forward = counter.get_total_flops()
+        if loss.requires_grad:
+            loss.sum().backward()
+    gradients = product * sum(leaf.requires_grad for leaf in problem.leaves[:2])
+    if reduction == "mean":  # which computes the gradients in forward
+        assert (forward, counter.get_total_flops()) == (product + gradients, product + gradients)
+    else:  # and this all of it again in backward
+        again = product + gradients if loss.requires_grad else 0
+        assert (forward, counter.get_total_flops()) == (product, product + again)

@@ -45,6 +45,18 @@ def elsewhere(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[torc
     return lambda device: torch.ones(shape, dtype=dtype, device="cpu" if device.type == "cuda" else "meta")
 
 
+def rows(device: torch.device | str) -> Tensor:
+    return torch.eye(BT, H, device=device)
+
+
+def target(device: torch.device) -> Tensor:
+    return torch.arange(BT, device=device)
+
+
+def jagged(device: torch.device) -> Tensor:
+    return torch.nested.nested_tensor([rows(device)[:5], rows(device)[5:]], layout=torch.jagged)
+
+
 # name: (change, exception, argument, what came)
 LINEAR = {
     "no classes": (changed(linear_weight=full(0, H)), ValueError, "linear_weight", "(0, 8)"),
@@ -61,6 +73,15 @@ LINEAR = {
     "weight of int64": (changed(linear_weight=full(V, H, dtype=torch.int64)), TypeError, "linear_weight", "int64"),
     "complex input": (changed(input=full(BT, H, dtype=torch.complex64)), TypeError, "input", "complex64"),
     "bias of int64": (changed(linear_bias=full(V, dtype=torch.int64)), TypeError, "linear_bias", "int64"),
+    "sparse input": (changed(input=lambda d: rows(d).to_sparse()), TypeError, "input", "torch.sparse_coo"),
+    "input of MKLDNN": (changed(input=lambda _: rows("cpu").to_mkldnn()), TypeError, "input", "torch._mkldnn"),
+    "jagged input": (changed(input=jagged), TypeError, "input", "torch.jagged"),
+    "sparse weight": (
+        changed(linear_weight=lambda d: rows(d).to_sparse_csr()),
+        TypeError,
+        "linear_weight",
+        "sparse_csr",
+    ),
     "input no tensor": (changed(input=[[1.0] * H] * BT), TypeError, "input", "list"),
     "weight None": (changed(linear_weight=None), TypeError, "linear_weight", "NoneType"),
     "chunk_rows 0": (changed(chunk_rows=0), ValueError, "chunk_rows", "0"),
@@ -74,6 +95,7 @@ LINEAR = {
 BOTH = {
     "target too short": (changed(target=full(BT - 1, dtype=torch.int64)), ValueError, "target", "(11,)"),
     "target of rank 2": (changed(target=full(BT, 1, dtype=torch.int64)), ValueError, "target", "(12, 1)"),
+    "sparse target": (changed(target=lambda d: target(d).to_sparse()), TypeError, "target", "torch.sparse_coo"),
     "target elsewhere": (changed(target=elsewhere(BT, dtype=torch.int64)), ValueError, "target", "meta|cpu"),
     "float target": (changed(target=full(BT)), TypeError, "target", "float32"),
     "class probabilities": (changed(target=full(BT, V)), TypeError, "target", "float32"),
@@ -89,6 +111,13 @@ BOTH = {
     "num_items of two": (changed(num_items=full(2)), ValueError, "num_items", "(2,)"),
     "num_items elsewhere": (changed(num_items=elsewhere()), ValueError, "num_items", "meta|cpu"),
     "num_items a string": (changed(num_items="7"), TypeError, "num_items", "str"),
+    "num_items of 401 digits": (changed(num_items=10**400), ValueError, "num_items", "an integer of 1329 bits"),
+    "logit_scale of 401 digits": (
+        changed(logit_scale=-(10**400)),
+        ValueError,
+        "logit_scale",
+        "an integer of 1329 bits",
+    ),
     "num_items with grad": (changed(num_items=full(requires_grad=True)), ValueError, "num_items", "requires_grad=True"),
     "smoothing -0.1": (changed(label_smoothing=-0.1), ValueError, "label_smoothing", "-0.1"),
     "smoothing 1.01": (changed(label_smoothing=1.01), ValueError, "label_smoothing", "1.01"),
@@ -157,6 +186,12 @@ def test_cross_entropy_refuses(name: str, device: torch.device) -> None:
         syncfree_ext.cross_entropy(torch.randn(BT, V, device=device), **given)
     assert type(caught.value) is error
     check_message(str(caught.value), "syncfree_ext.cross_entropy", argument, got)
+
+
+def test_large_integers_are_numbers(device: torch.device) -> None:
+    given = arguments(device)
+    exact = syncfree_ext.linear_cross_entropy(**given, num_items=1e30)
+    assert torch.equal(syncfree_ext.linear_cross_entropy(**given, num_items=10**30), exact)
 
 
 def test_cross_entropy_without_classes(device: torch.device) -> None:

@@ -161,3 +161,6 @@ def test_options_keep_their_dtype_when_the_module_is_cast() -> None:
         assert torch.equal(kept, torch.tensor(value))
     assert torch.equal(head.loss.weight, torch.tensor([0.1, 1.0]))
     assert head.to("meta").loss.z_loss_weight.device.type == "meta"
+    one = torch.tensor(1e-8)
+    loss = sf.FusedLinearCrossEntropyLoss(logit_scale=one, z_loss_weight=one).half()
+    assert loss.logit_scale.dtype == loss.z_loss_weight.dtype == torch.float32  # type: ignore[union-attr]
