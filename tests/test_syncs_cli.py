@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytest.importorskip("rich", reason="the command line needs rich")
 
 import syncfree_ext
 from fake_gpu import fake_card
-from syncfree_ext.syncs import Report, runner
+from syncfree_ext.syncs import Report, cli, runner
 from syncfree_ext.syncs.__main__ import main
 from syncs_samples import random_report
 
@@ -135,6 +136,87 @@ def test_the_scripts_own_end(text: str, code: int, tmp_path: Path, capsys: pytes
     assert "Nothing was measured" in capsys.readouterr().out
     # A check that knows nothing does not pass.
     assert status("syncs", "--fail-over", 5, path) == (code or 4)
+
+
+@pytest.mark.usefixtures("card")
+def test_reports_of_a_script_that_changes_its_folder(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    script.write_text(f"import os\nos.chdir({str(there)!r})\n{SCRIPT}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert status("syncs", "--json", "r.json", "--html", "r.html", script) == 0
+    assert (tmp_path / "r.json").is_file()
+    assert (tmp_path / "r.html").is_file()
+    assert list(there.iterdir()) == []
+
+
+def options_for_files() -> list[tuple[str, str]]:
+    """Each command with each of its options that names a file to write."""
+    found = []
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if "Path" in str(hint.__origin__) and not option.exists:
+                    found.append((command.callback.__name__, (option.param_decls or (f"--{name}",))[0]))
+    return found
+
+
+def test_the_options_for_files_are_found() -> None:
+    assert {("syncs", "--json"), ("syncs", "--html"), ("show", "--svg")} <= set(options_for_files())
+
+
+@pytest.mark.parametrize(("command", "option"), options_for_files())
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("none/r", "there is no folder 'none'"),
+        ("file/r", "there is no folder 'file'"),
+        ("folder", "'folder' is a directory"),
+        ("locked/r", "the folder 'locked' is not writable"),
+        ("locked/file", "'locked/file' is not writable"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_run(
+    command: str,
+    option: str,
+    target: str,
+    problem: str,
+    draw: random.Random,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder", "locked"):
+        Path(folder).mkdir()
+    for file in ("file", "locked/file"):
+        Path(file).touch()
+    Path("train.py").write_text("open('started', 'w')", encoding="utf-8")
+    random_report(draw).to_json("r.json")
+    may = os.access
+
+    def access(path: Any, mode: int, **options: Any) -> bool:
+        """Root may write everywhere, so what is locked is only said to be."""
+        return may(path, mode, **options) and not (mode & os.W_OK and "locked" in str(path))
+
+    monkeypatch.setattr(os, "access", access)
+    assert status(command, option, target, {"syncs": "train.py", "show": "r.json"}[command]) == 2
+    ended = capsys.readouterr()
+    assert f"Invalid value for '{option}'" in ended.err
+    assert problem in ended.err
+    assert ended.out == ""
+    assert not Path("started").exists()
+
+
+@pytest.mark.usefixtures("card")
+def test_a_file_that_is_there_is_written_again(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text("old", encoding="utf-8")
+    assert status("syncs", "--json", "r.json", "--html", os.devnull, script) == 0
+    assert Report.from_json(Path("r.json").read_text(encoding="utf-8")).steps == 5
 
 
 def test_without_a_device_a_check_does_not_pass(

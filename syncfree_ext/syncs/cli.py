@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
@@ -18,9 +19,27 @@ NOTHING_MEASURED = 4
 
 app = typer.Typer(help="Tools of syncfree_ext.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
+
+def _target(path: Path | None) -> Path | None:
+    """A file to write, absolute, since the script may change its folder; refused now rather than after a long run."""
+    if path is None:
+        return None
+    folder = path.parent
+    if not os.path.isdir(folder):  # noqa: PTH112 (no error where the folder above may not be searched)
+        raise typer.BadParameter(f"cannot write '{path}': there is no folder '{folder}'")
+    if not os.access(path, os.F_OK) and not os.access(folder, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"cannot write '{path}': the folder '{folder}' is not writable")
+    return path.absolute()
+
+
+def _output(name: str, text: str) -> Any:
+    """An option that names a file to write. What exists there already is checked by typer."""
+    return typer.Option(name, dir_okay=False, writable=True, callback=_target, help=f"{text} Its folder must exist.")
+
+
 # typer reads these at run time, so they are no strings, and Python 3.10 knows no `X | None` for it.
-_Json = Annotated[Optional[Path], typer.Option("--json", help="Write the report as JSON.")]  # noqa: UP045
-_Html = Annotated[Optional[Path], typer.Option("--html", help="Write the report as a page.")]  # noqa: UP045
+_Json = Annotated[Optional[Path], _output("--json", "Write the report as JSON.")]  # noqa: UP045
+_Html = Annotated[Optional[Path], _output("--html", "Write the report as a page.")]  # noqa: UP045
 _Top = Annotated[int, typer.Option(min=1, help="Lines of the table.")]
 _FailOver = Annotated[
     Optional[float],  # noqa: UP045
@@ -95,7 +114,7 @@ def show(
     top: _Top = 20,
     json: _Json = None,
     html: _Html = None,
-    svg: Annotated[Optional[Path], typer.Option(help="Write the table as a picture.")] = None,  # noqa: UP045
+    svg: Annotated[Optional[Path], _output("--svg", "Write the table as a picture.")] = None,  # noqa: UP045
     fail_over: _FailOver = None,
     allow_file: _Allow = None,
 ) -> None:
