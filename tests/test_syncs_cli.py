@@ -6,6 +6,7 @@ import json
 import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ pytest.importorskip("rich", reason="the command line needs rich")
 
 import syncfree_ext
 from fake_gpu import fake_card
-from syncfree_ext.syncs import Report, cli, runner
+from syncfree_ext.syncs import Report, cli, find_syncs, runner, table
 from syncfree_ext.syncs.__main__ import main
 from syncs_samples import random_report
 
@@ -217,6 +218,63 @@ def test_a_file_that_is_there_is_written_again(script: Path, tmp_path: Path, mon
     Path("r.json").write_text("old", encoding="utf-8")
     assert status("syncs", "--json", "r.json", "--html", os.devnull, script) == 0
     assert Report.from_json(Path("r.json").read_text(encoding="utf-8")).steps == 5
+
+
+INTERRUPTED = SCRIPT.replace("    log(loss)\n", "    log(loss)\n    if index == 6:\n        interrupt()\n")
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    ("interrupt", "options", "note"),
+    [
+        ("signal.raise_signal(signal.SIGINT)", [], "The block ended after 4 of 5 measured steps."),
+        ("raise KeyboardInterrupt", [], "The block ended after 4 of 5 measured steps."),
+        ("raise KeyboardInterrupt", ["--warmup", 9], "Nothing was measured: the block ended in step 8 of 9"),
+        ("raise KeyboardInterrupt", ["--warmup", 1, "--steps", 4], ""),  # among the steps without the timer
+        ("raise KeyboardInterrupt", ["--fail-over", 0], ""),  # not hidden by the check's own status
+    ],
+)
+def test_an_interrupt_ends_the_script_with_a_report(
+    interrupt: str, options: list[object], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, path, page = tmp_path / "train.py", tmp_path / "r.json", tmp_path / "r.html"
+    script.write_text(f"import signal\ndef interrupt():\n    {interrupt}\n{INTERRUPTED}", encoding="utf-8")
+    assert status("syncs", *options, "--json", path, "--html", page, script) == 130
+    ended = capsys.readouterr()
+    assert "Traceback" in ended.err
+    assert "the script ended with status 130" in ended.err
+    report = Report.from_json(path.read_text(encoding="utf-8"))
+    assert any(line.startswith(note) for line in report.notes) or not note
+    assert [row.calls for row in report.rows] == ([] if not report.steps else [1.0])
+    assert ("return loss.item()" in ended.out) == bool(report.steps)
+    assert page.is_file()
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("place", ["the report is made", "the report is printed"])
+def test_a_second_interrupt_ends_the_report(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = []
+
+    def interrupted(*_: object) -> str:
+        reached.append(place)
+        signal.raise_signal(signal.SIGINT)
+        return ""
+
+    owner, name = {
+        "the report is made": (find_syncs, "_finish"),
+        "the report is printed": (table, "render"),
+    }[place]
+    monkeypatch.setattr(owner, name, interrupted)
+    script, path = tmp_path / "train.py", tmp_path / "r.json"
+    script.write_text(f"def interrupt():\n    raise KeyboardInterrupt\n{INTERRUPTED}", encoding="utf-8")
+    before = sys.argv, list(sys.path)
+    assert status("syncs", "--json", path, script) in (1, 130)  # by the version of typer
+    assert reached == [place]
+    assert not path.exists()
+    assert "of 5 measured steps" not in capsys.readouterr().out
+    assert (sys.argv, sys.path) == before
 
 
 def test_without_a_device_a_check_does_not_pass(

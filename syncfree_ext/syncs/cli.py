@@ -76,8 +76,8 @@ def syncs(
     """Run a script and report where its training steps wait for the GPU.
 
     A step ends with optimizer.step(), or where the script calls syncfree_ext.syncs.step(). The script is stopped three
-    steps after the last measured one. Under torchrun each rank is measured and the first rank of a machine prints the
-    report.
+    steps after the last measured one. Ctrl-C stops it before, with a report of what was seen so far. Under torchrun
+    each rank is measured and the first rank of a machine prints the report.
     """
     entries = _entries(allow_file)
     if not module and not Path(script).is_file():

@@ -16,6 +16,9 @@ from typing import Any
 from .report import Report, merge
 from .session import find_syncs
 
+# The status of a script that Ctrl-C ended: 128 and the number of SIGINT.
+INTERRUPTED = 130
+
 # How long the merging rank waits for the reports of the others, which end at the same step.
 _PATIENCE = 60.0
 
@@ -37,6 +40,8 @@ def run(
 ) -> Outcome:
     """Runs a script, or a module with `module`, as `__main__`.
 
+    A KeyboardInterrupt ends the script like any other error; a second one, while the report is made, is raised.
+
     Args:
         script: path of the script, or name of the module.
         arguments: its command line.
@@ -55,18 +60,28 @@ def run(
     sys.path.insert(0, folder)
     report = Report()
     status = 0
+    interrupt: KeyboardInterrupt | None = None
     try:
         with find_syncs(done=done, **options) as report:
-            if module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
+            try:
+                if module:
+                    runpy.run_module(script, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(script, run_name="__main__")
+            except KeyboardInterrupt as error:
+                interrupt = error
+                raise
     except _Stop:
         pass
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
+    except KeyboardInterrupt as error:
+        if error is not interrupt:
+            raise
+        traceback.print_exc()
+        status = INTERRUPTED
     except Exception:
         traceback.print_exc()
         status = 1
