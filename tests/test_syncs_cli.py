@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -269,12 +270,50 @@ def test_a_second_interrupt_ends_the_report(
     monkeypatch.setattr(owner, name, interrupted)
     script, path = tmp_path / "train.py", tmp_path / "r.json"
     script.write_text(f"def interrupt():\n    raise KeyboardInterrupt\n{INTERRUPTED}", encoding="utf-8")
-    before = sys.argv, list(sys.path)
+    before = sys.argv, list(sys.path), threading.excepthook
     assert status("syncs", "--json", path, script) in (1, 130)  # by the version of typer
     assert reached == [place]
     assert not path.exists()
     assert "of 5 measured steps" not in capsys.readouterr().out
-    assert (sys.argv, sys.path) == before
+    assert (sys.argv, sys.path, threading.excepthook) == before
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("end", ["", "1 / 0", "raise KeyboardInterrupt"])
+def test_a_loop_in_a_thread_is_stopped_in_silence(
+    end: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other errors of threads reach the hook that was there, however the script ends."""
+    text = f"""
+import threading
+
+def train():
+{textwrap.indent(SCRIPT, "    ")}
+
+def broken():
+    raise LookupError("mine")
+
+for target in (train, broken):
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+{end}
+"""
+    script.write_text(text, encoding="utf-8")
+    seen: list[type[BaseException]] = []
+
+    def hook(args: Any) -> None:
+        seen.append(args.exc_type)
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+    path = tmp_path / "r.json"
+    assert status("syncs", "--json", path, script) == {"": 0, "1 / 0": 1}.get(end, 130)
+    assert seen == [LookupError]
+    assert threading.excepthook is hook
+    ended = capsys.readouterr()
+    assert "_Stop" not in ended.err
+    assert "the end" not in ended.out
+    assert Report.from_json(path.read_text(encoding="utf-8")).steps == 5
 
 
 def test_without_a_device_a_check_does_not_pass(

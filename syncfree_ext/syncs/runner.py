@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -54,7 +55,14 @@ def run(
         if not keep_going:
             raise _Stop
 
+    hook = threading.excepthook
+
+    def ended(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not _Stop:  # steps may be counted in a thread, which is then the one that is stopped
+            hook(args)
+
     saved = sys.argv, sys.path[:]
+    threading.excepthook = ended
     sys.argv = [script, *arguments]
     folder = os.getcwd() if module else str(Path(script).resolve().parent)  # noqa: PTH109
     sys.path.insert(0, folder)
@@ -87,6 +95,7 @@ def run(
         status = 1
     finally:
         sys.argv, sys.path[:] = saved
+        threading.excepthook = hook
     return Outcome(report, status)
 
 
