@@ -7,6 +7,7 @@ class, not a tensor subclass: torch.compile traces it like any Python object, an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -170,13 +171,26 @@ def _refuse(what: str) -> NoReturn:
     raise UnknownUseError(f"syncfree_ext: this model uses its logits in an unknown way, {what}; {_HELP}")
 
 
-class HeadLinear(nn.Linear):
-    """An nn.Linear that returns `LazyLogits` while `lazy` is set. `apply_to` makes one of a head by its class alone."""
+class _Running(threading.local):
+    """The forward that runs in this thread: what it was asked for, and which layers return `LazyLogits` in it.
 
-    lazy = False
+    Each thread has its own, because several may be in one model at once.
+    """
+
+    def __init__(self) -> None:
+        # Here, and not as attributes of the class: torch.compile guards on which attributes an instance has.
+        self.call: Any = None
+        self.lazy_layers: list[HeadLinear] = []
+
+
+running = _Running()
+
+
+class HeadLinear(nn.Linear):
+    """An nn.Linear that returns `LazyLogits` if `running` has it. `apply_to` makes one of a head by its class alone."""
 
     def forward(self, input: Tensor) -> Tensor | LazyLogits:  # type: ignore[override]
         """The layer's output (..., V), or its stand-in."""
-        if self.lazy:
+        if any(layer is self for layer in running.lazy_layers):
             return LazyLogits((Term(input, self.weight, self.bias),))
         return super().forward(input)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from syncfree_ext import _checks
 from syncfree_ext.functional import LinearCrossEntropyOutput, cross_entropy, linear_cross_entropy
 
-from ._lazy_logits import HeadLinear, LazyLogits
+from ._lazy_logits import HeadLinear, LazyLogits, running
 
 _NAME = "syncfree_ext.integrations.transformers.apply_to"
 # Arguments of a call that are for the loss and not for the model; Liger's names, which TRL passes.
@@ -44,7 +44,10 @@ class _Settings:
 class _Call:
     """One forward: what the loss is asked for, and what it leaves for the output."""
 
-    def __init__(self, token_accuracy: bool = False, token_scaling: bool = False, probe: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, token_accuracy: bool = False, token_scaling: bool = False, probe: bool = False
+    ) -> None:
+        self.model = model
         self.return_token_accuracy = token_accuracy
         self.token_scaling = token_scaling
         self.probe = probe
@@ -154,17 +157,14 @@ def remove_from(model: nn.Module) -> None:
         raise ValueError(f"{_NAME}: the class of the model has been changed since apply_to, to {type(target).__name__}")
     for layer in _lazy_layers(target):
         layer.__class__ = nn.Linear  # type: ignore[assignment]
-        layer.__dict__.pop("lazy", None)
     target.__class__ = settings.stock
-    for name in ("_syncfree", "_syncfree_call"):
-        target.__dict__.pop(name, None)
+    del target._syncfree
 
 
 class FusedLossMixin:
     """What the class of a patched model has beside its own: see `_fused_class`."""
 
     _syncfree: Any
-    _syncfree_call: Any = None
 
     @property
     def loss_function(self) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ class FusedLossMixin:
         **_unused: Any,
     ) -> Tensor:
         """The signature and meaning of transformers' ForCausalLMLoss, which ignores other arguments as well."""
-        call = self._syncfree_call or _Call()
+        call = _current_call(self)
         call.losses += 1
         target = labels if shift_labels is None else shift_labels
         if target is None:
@@ -257,35 +257,39 @@ def _forward(model: Any, stock: Any, position: int, args: tuple[Any, ...], kwarg
     if labels is None:
         if own["return_token_accuracy"] or own["use_token_scaling"]:
             raise ValueError("syncfree_ext: return_token_accuracy and use_token_scaling need labels, got labels=None")
-        return stock.forward(model, *args, **kwargs)
+        return _run(model, stock, None, False, args, kwargs)
     skip = own["skip_logits"]
     if skip is None:
         skip = model._syncfree.skip_logits
     if skip is None:
         skip = model.training
-    call = _Call(bool(own["return_token_accuracy"]), bool(own["use_token_scaling"]))
+    call = _Call(model, bool(own["return_token_accuracy"]), bool(own["use_token_scaling"]))
     output = _run(model, stock, call, bool(skip), args, kwargs)
     if call.losses == 0 and skip:
         raise RuntimeError("syncfree_ext: the model returned without calling its loss_function; use skip_logits=False")
     return _without_stand_in(output, call.token_accuracy)
 
 
-def _run(model: Any, stock: Any, call: _Call, lazy: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    heads = _lazy_layers(model)
-    if lazy and not heads:
+def _run(model: Any, stock: Any, call: _Call | None, lazy: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own forward. Nothing of the call is kept on the model, which other threads may be using as well."""
+    layers: list[HeadLinear] = _lazy_layers(model) if lazy else []
+    if lazy and not layers:
         raise RuntimeError(
             "syncfree_ext: the head of this model was replaced after apply_to (by resize_token_embeddings?); call "
             "apply_to once more"
         )
-    model._syncfree_call = call
-    for head in heads:
-        head.lazy = lazy
+    before = running.call, running.lazy_layers  # those of a forward that has called this one
+    running.call, running.lazy_layers = call, layers
     try:
         return stock.forward(model, *args, **kwargs)
     finally:
-        for head in heads:
-            head.lazy = False
-        model._syncfree_call = None
+        running.call, running.lazy_layers = before
+
+
+def _current_call(model: Any) -> _Call:
+    """The forward of this model that runs in this thread; an empty one where the loss is called by itself."""
+    call: _Call | None = running.call
+    return call if call is not None and call.model is model else _Call(model)
 
 
 def _lazy_layers(model: Any) -> list[HeadLinear]:
@@ -389,7 +393,7 @@ def _probe(model: Any) -> None:
     layer = _lazy_layers(model)[0]
     parameters = inspect.signature(model.forward).parameters
     off = {name: False for name in ("use_cache", "output_router_logits") if name in parameters}
-    call = _Call(probe=True)
+    call = _Call(model, probe=True)
     before = base.__dict__.get("forward")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         hidden = torch.empty(1, 4, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)

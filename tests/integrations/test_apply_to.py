@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 import syncfree_ext
-from syncfree_ext.integrations._lazy_logits import HeadLinear, LazyLogits, Term
+from syncfree_ext.integrations._lazy_logits import HeadLinear, LazyLogits, Term, running
 from syncfree_ext.integrations.transformers import apply_to, remove_from
 from tolerances import assert_close_rel
 
@@ -257,12 +259,13 @@ def test_removal(net: Any, inputs: dict[str, Any]) -> None:
 
 
 def test_an_error_leaves_no_trace(net: Any, inputs: dict[str, Any]) -> None:
-    """The head is lazy during the call only, also where the call fails."""
+    """The head is lazy during the call only, also where the call fails, and nothing of the call is kept."""
     apply_to(net)
     with pytest.raises(ValueError):
         net(**{**inputs, "shift_labels": inputs["labels"][:, :3]})
     assert net(inputs["input_ids"]).logits.shape == (2, SEQUENCE, VOCABULARY)
-    assert net._syncfree_call is None
+    assert running.call is None
+    assert running.lazy_layers == []
 
 
 def test_a_head_that_is_replaced_later(net: Any, inputs: dict[str, Any]) -> None:
@@ -301,6 +304,173 @@ def test_memory_that_was_released(rng: torch.Generator, inputs: dict[str, Any]) 
     net.lm_head.register_forward_hook(release)
     with pytest.raises(ValueError, match="memory of the head's weight was released"):
         net(**inputs)
+
+
+# -------------------------------------------------------------------------------- several threads, a call within a call
+
+
+class _Meeting:
+    """Holds the first forward of each thread between the base model and the head, until all threads are there."""
+
+    def __init__(self, net: Any, threads: int) -> None:
+        self.barrier = threading.Barrier(threads, timeout=60)
+        self.seen: set[int] = set()
+        self.failed = threading.Event()
+        self.failing: int | None = None
+        net.model.register_forward_hook(self._meet)
+
+    def _meet(self, *_args: Any) -> None:
+        thread = threading.get_ident()
+        if thread in self.seen:
+            return
+        self.seen.add(thread)
+        self.barrier.wait()
+        if thread == self.failing:
+            raise KeyError("this thread fails")
+        if self.failing is not None:
+            assert self.failed.wait(60)
+
+    def fail(self, call: Callable[[], Any]) -> Any:
+        """Make a call that fails there, before the others go on."""
+        self.failing = threading.get_ident()
+        try:
+            with pytest.raises(KeyError, match="this thread fails"):
+                return call()
+        finally:
+            self.failed.set()
+
+
+def _in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returns, or its error, from a thread of its own."""
+    results: list[Any] = [None] * len(calls)
+
+    def work(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except Exception as error:
+            results[number] = error
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return results
+
+
+def _assert_same_outputs(ours: Any, expected: Any) -> None:
+    assert not isinstance(ours, Exception), repr(ours)
+    assert set(ours) == set(expected)
+    for name in {"loss", "logits", "token_accuracy"} & set(expected):
+        torch.testing.assert_close(ours[name], expected[name])
+
+
+THREADS: dict[str, dict[str, Any]] = {
+    "loss": {},
+    "token scaling": {"use_token_scaling": True},
+    "token accuracy": {"return_token_accuracy": True},
+    "logits too": {"skip_logits": False},
+    "logits too, token scaling": {"skip_logits": False, "use_token_scaling": True},
+    "score": {"labels": None},
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all succeed", "one fails"])
+def test_threads_do_not_meet_in_the_model(fails: bool, net: Any, inputs: dict[str, Any]) -> None:
+    """Each call gets what it asked for, though all are in the model at once, and one may fail there."""
+    apply_to(net)
+    calls: list[Callable[[], Any]] = [
+        lambda options=options: net(**{**inputs, **options}, use_cache=False) for options in THREADS.values()
+    ]
+    expected = [call() for call in calls]
+    meeting = _Meeting(net, len(calls) + fails)
+    if fails:
+        calls.append(lambda: meeting.fail(lambda: net(**inputs)))
+        expected.append(None)
+    for ours, alone in zip(_in_threads(*calls), expected, strict=True):
+        if alone is None:
+            assert ours is None, repr(ours)
+        else:
+            _assert_same_outputs(ours, alone)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_in_another_thread(reentrant: bool, net: Any, inputs: dict[str, Any]) -> None:
+    """A whole forward under checkpoint runs again in the thread of backward, beside one that only scores."""
+    apply_to(net)
+    embeddings = net.model.embed_tokens(inputs["input_ids"]).detach()
+
+    def loss(embeddings: Tensor) -> Tensor:
+        arguments = {"inputs_embeds": embeddings, "labels": inputs["labels"], "use_cache": False}
+        loss: Tensor = net(**arguments, use_token_scaling=True).loss
+        return loss
+
+    plain = embeddings.clone().requires_grad_()
+    loss(plain).backward()
+    ours = embeddings.clone().requires_grad_()
+    checkpointed = torch.utils.checkpoint.checkpoint(loss, ours, use_reentrant=reentrant)
+    expected = net(inputs["input_ids"], use_cache=False)
+    _Meeting(net, 2)
+    error, scored = _in_threads(checkpointed.backward, lambda: net(inputs["input_ids"], use_cache=False))
+    assert error is None, repr(error)
+    torch.testing.assert_close(ours.grad, plain.grad)
+    _assert_same_outputs(scored, expected)
+
+
+INNER: dict[str, dict[str, Any]] = {
+    "score": {"labels": None},
+    "loss": {"use_token_scaling": True},
+    "logits too": {"skip_logits": False},
+    "error": {"shift_labels": torch.zeros(1, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same model", "other model"])
+@pytest.mark.parametrize("case", INNER)
+def test_a_call_within_a_call(case: str, same: bool, net: Any, inputs: dict[str, Any]) -> None:
+    """A hook that calls a patched model gets what it asks for, and the call around it is what it was."""
+    apply_to(net)
+    inner = net if same else copy.deepcopy(net)
+    results: list[Any] = []
+    arguments = {**inputs, **INNER[case], "use_cache": False}
+
+    def call_inner() -> Any:
+        try:
+            return inner(**arguments)
+        except ValueError as error:
+            return error
+
+    expected = call_inner(), net(**inputs, use_cache=False)
+
+    def hook(*_args: Any) -> None:
+        if not results:
+            results.append(None)  # the call below comes here again
+            results[0] = call_inner()
+
+    net.model.register_forward_hook(hook)
+    outer = net(**inputs, use_cache=False)
+    _assert_same_outputs(outer, expected[1])
+    if case == "error":
+        assert isinstance(results[0], ValueError)
+    else:
+        _assert_same_outputs(results[0], expected[0])
+
+
+def test_parts_of_another_model_within_a_call(net: Any, inputs: dict[str, Any]) -> None:
+    """Its head gives logits, and its loss is that of nobody's call."""
+    apply_to(net)
+    other = copy.deepcopy(net)
+    hidden = torch.randn(2, SEQUENCE, 16, generator=torch.Generator().manual_seed(1))
+
+    def parts() -> tuple[Tensor, Tensor]:
+        logits = other.lm_head(hidden)
+        return logits, other.loss_function(logits, inputs["labels"], VOCABULARY)
+
+    expected = parts()
+    seen: list[tuple[Tensor, Tensor]] = []
+    net.model.register_forward_hook(lambda *_args: seen.append(parts()))
+    assert net(**inputs, use_token_scaling=True).logits is None
+    torch.testing.assert_close(seen, [expected])
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters
@@ -397,6 +567,39 @@ def test_the_whole_model_compiles(rng: torch.Generator, inputs: dict[str, Any]) 
         assert outputs.logits is None
         assert_same_step((outputs, gradients), expected)
         torch.testing.assert_close(outputs.token_accuracy, expected[0].token_accuracy)
+
+
+def test_a_compiled_model_serves_all_threads(rng: torch.Generator, inputs: dict[str, Any]) -> None:
+    """What one thread has compiled runs in another as it is, also within a call of another model."""
+    from torch._dynamo.testing import CompileCounter
+
+    net = model("gemma2", rng, num_hidden_layers=1)
+    apply_to(net)
+    calls: list[dict[str, Any]] = [
+        {**inputs, "use_cache": False, **options}
+        for options in ({}, {"use_token_scaling": True}, {"labels": None}, {"skip_logits": False})
+    ]
+    expected = [net(**call) for call in calls]
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    for call, alone in zip(calls, expected, strict=True):
+        _assert_same_outputs(compiled(**call), alone)
+    graphs = counter.frame_count
+    assert graphs == len(calls)
+    results = _in_threads(*(lambda call=call: [compiled(**call) for _ in range(5)] for call in calls))
+    for ours, alone in zip(results, expected, strict=True):
+        assert not isinstance(ours, Exception), repr(ours)
+        for one in ours:
+            _assert_same_outputs(one, alone)
+    assert counter.frame_count == graphs
+
+    around = model("llama", rng)
+    apply_to(around)
+    seen: list[Any] = []
+    around.model.register_forward_hook(lambda *_args: seen.append(compiled(**calls[1])))
+    assert around(**inputs).logits is None
+    _assert_same_outputs(seen[0], expected[1])
 
 
 @needs_peft
