@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -232,8 +233,17 @@ def _new_instance(stock: type) -> Any:
     return fused.__new__(fused)
 
 
-@functools.cache
+_making_a_class = threading.Lock()
+
+
 def _fused_class(stock: type) -> type:
+    """One class for each class of models. The lock: a cache alone would let two threads make one each."""
+    with _making_a_class:
+        return _make_fused_class(stock)
+
+
+@functools.cache
+def _make_fused_class(stock: type) -> type:
     """A subclass of a model's class, under the same name, whose forward is `_forward`.
 
     A class, and not a forward on the instance or a hook: a copy of the model must not call the original, and PEFT calls

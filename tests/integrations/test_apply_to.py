@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,33 @@ def test_threads_do_not_meet_in_the_model(fails: bool, net: Any, inputs: dict[st
             assert ours is None, repr(ours)
         else:
             _assert_same_outputs(ours, alone)
+
+
+def test_threads_patch_models_at_once(net: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of a class that is new get one fused class, so that each can be undone."""
+
+    class Fresh(type(net)):  # type: ignore[misc]
+        pass
+
+    net.__class__ = Fresh
+    nets = [net, copy.deepcopy(net), copy.deepcopy(net)]
+    together = threading.Barrier(len(nets), timeout=60)
+    signature = inspect.signature
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return signature(*args, **kwargs)
+
+    def patch(net: Any) -> None:
+        together.wait()
+        handle = apply_to(net)
+        assert net(**inputs).logits is None
+        together.wait()
+        handle.remove()
+
+    monkeypatch.setattr(inspect, "signature", slow)
+    assert _in_threads(*(lambda net=net: patch(net) for net in nets)) == [None] * len(nets)
+    assert {type(net) for net in nets} == {Fresh}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
