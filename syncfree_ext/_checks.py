@@ -102,7 +102,8 @@ def check_scalar_tensor(function: str, name: str, tensor: Tensor, device: torch.
 
 def check_number(function: str, name: str, value: object) -> None:
     """Raise TypeError unless the value is a real number, Python's or NumPy's, ValueError if float64 is too small."""
-    if type(value) is int and abs(value) > _LARGEST:
+    # In a trace an int may be symbolic, and to compare it would put a bound on a shape.
+    if type(value) is int and not torch.compiler.is_compiling() and abs(value) > _LARGEST:
         raise ValueError(f"{function}: {name} must fit into float64, got an integer of {value.bit_length()} bits")
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
         raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")

@@ -323,10 +323,18 @@ class ResidentCache:
             raise TypeError(f"syncfree_ext.ResidentCache: fn must return a tensor, got {type(result).__name__}")
         return result.to(self.device, result.dtype if dtype is None else dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, of a module that holds it say, has its own results: none yet."""
+        return _new_cache, (self._fn, self.device, self._size)
+
     def clear(self) -> None:
         """Forget all results."""
         with self._lock:
             self._results.clear()
+
+
+def _new_cache(fn: Callable[..., Tensor], device: torch.device, size: int) -> ResidentCache:
+    return ResidentCache(fn, device, size=size)
 
 
 class _Seen:
@@ -334,11 +342,17 @@ class _Seen:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)  # tells a new tensor from an old one whose id it has
-        is_readable = tensor.is_cpu and tensor.layout is torch.strided
-        self._values = tensor.detach().clone() if is_readable else None
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and not tensor.is_quantized
+        is_readable = is_plain and tensor.is_cpu and tensor.layout is torch.strided
+        self._values = _bytes_of(tensor).clone() if is_readable else None
 
     def is_still(self, tensor: Tensor) -> bool:
-        return self._tensor() is tensor and (self._values is None or torch.equal(self._values, tensor.detach()))
+        return self._tensor() is tensor and (self._values is None or torch.equal(self._values, _bytes_of(tensor)))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Of the values, so that NaN is what it was, and 0.0 is not -0.0."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _tensors_of(sources: Iterable[Source]) -> Iterator[Tensor]:

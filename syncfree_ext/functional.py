@@ -378,7 +378,8 @@ def _fill(value: Number, device: torch.device) -> Tensor:
     """A float64 scalar whose value travels as an argument of the kernel: torch.tensor(value, device=...) uploads it."""
     if torch.compiler.is_compiling():  # full would make a constant of the value, and each value compile anew
         return torch.ones((), dtype=torch.float64, device=device) * value
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+    # float() would make a number of a symbol.
+    return torch.full((), float(value) if type(value) is int else value, dtype=torch.float64, device=device)
 
 
 def _loss_options(*arguments: Any) -> dict[str, Any]:

@@ -21,6 +21,8 @@ Metric: TypeAlias = "Scalar | tuple[Scalar, Scalar]"
 
 _NAME = "syncfree_ext.MetricBuffer"
 _REDUCTIONS = ("sum", "mean", "last", "min", "max", "ratio")
+# Attributes that a copy does not take over.
+_MADE_ANEW = {"group", "_agreed", "_captured", "_slots", "_staged", "_state", "_last", "_layout", "_neutral"}
 
 _publish = torch.ops.syncfree.publish_.default
 
@@ -417,12 +419,14 @@ class MetricBuffer:
         """For pickle, copy and torch.save: what was accumulated, without memory that a captured graph writes to."""
         if self.group is not None:
             raise TypeError(f"{_NAME}: a buffer with a process group cannot be copied; take its state_dict()")
-        kept = {name: getattr(self, name) for name in ("device", "default", "ratio_default", "_reductions")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         return {"attributes": kept, "state": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["attributes"], group=None, _agreed=False, _captured=False)
         self._reductions = dict(self._reductions)
+        for value in state["state"]["values"].values():
+            self.device = value.device  # where torch.load has put it
         self._lay_out()
         self._restore(state["state"])
 

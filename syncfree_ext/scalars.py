@@ -148,7 +148,8 @@ class AsyncScalars:
         Waits only when depth earlier puts are still on their way and on_full is "wait".
 
         Args:
-            tag: any object, None included; comes back with the values. Tags need not be unique.
+            tag: any object, None included; comes back with the values. Tags need not be unique. `get` finds it by
+                equality, a tensor or an array by identity.
             values: names of the ring, any of them, to tensors with one element (floating but not float8, signed, uint8
                 or bool; for an int64 name no floating one) or numbers. A tensor on the CPU counts as a number.
                 Gradients are not tracked.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -404,6 +405,35 @@ def test_filled_in_inference_mode_and_used_in_training(device: torch.device) -> 
     (linear(x) * cache(var)).sum().backward()
     assert cache(var) is first
     assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_any_values_stay_the_same(dtype: torch.dtype) -> None:
+    """NaN too, and no more than what was written makes a difference."""
+    values = torch.tensor([math.nan, 0.0, 1.0]).to(dtype)
+    cache = ResidentCache(lambda x: x.clone(), "cpu")
+    for x in (values, values[2], values[:0], values.expand(2, 3), values.real):
+        first = cache(x)
+        assert cache(x) is first
+    values.data[1] = -0.0 if dtype.is_floating_point else 1
+    assert str(cache(values)[1].item()) == str(values[1].item())
+
+
+def test_copies_have_results_of_their_own(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = ResidentCache(torch.sqrt, device, size=3)
+            self.register_buffer("var", torch.full((2,), 4.0))
+
+    model = Model()
+    first = model.cache(model.var)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.cache)), copy.copy(model.cache)):
+        cache = copied if isinstance(copied, ResidentCache) else copied.cache
+        assert cache is not model.cache
+        assert cache.device == device
+        assert cache(model.var) is not first
+        assert cache(model.var).tolist() == [2.0, 2.0]
 
 
 def test_threads_share_a_cache() -> None:

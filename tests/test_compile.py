@@ -468,6 +468,22 @@ def test_export(strict: bool, extras: bool, device: torch.device, rng: torch.Gen
     assert_close(loaded if extras else [loaded], right if extras else [right])
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_a_divisor_of_the_shape(strict: bool, device: torch.device, rng: torch.Generator) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, target: Tensor) -> Any:
+            return sf.linear_cross_entropy(x, w, target, num_items=x.shape[0])
+
+    small, large = Batch(device, rng, 6), Batch(device, rng, 9)
+    rows = torch.export.Dim("rows", min=2)
+    arguments = [(b.input.detach(), b.weight.detach(), b.target) for b in (small, large)]
+    shapes = ({0: rows}, {}, {0: rows})
+    program = torch.export.export(Loss(), arguments[0], dynamic_shapes=shapes, strict=strict)
+    traced = make_fx(Loss(), tracing_mode="symbolic")(*arguments[0])
+    for given in arguments:
+        assert_close([program.module()(*given), traced(*given)], [Loss()(*given)] * 2)
+
+
 def test_exported_selection(device: torch.device) -> None:
     class Select(nn.Module):
         def forward(self, mask: Tensor) -> Any:

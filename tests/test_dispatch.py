@@ -4,6 +4,7 @@ something watches or changes operations.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import syncfree_ext as sf
 from autograd_problem import CLASSES, HIDDEN, LOSSES, ROWS, Problem, assert_close, grad
-from syncfree_ext import _dispatch, ops
+from syncfree_ext import _dispatch, _flops, ops
 
 
 @pytest.fixture
@@ -295,6 +296,10 @@ def test_a_refused_argument_is_a_value_error() -> None:
         _dispatch.raise_refused(RuntimeError("syncfree::flce_forward: input must be 2-D, got shape (3,)"))
     for text in ("syncfree: gather kernel: invalid argument", "syncfree::flce_forward() is missing a value", "CUDA"):
         _dispatch.raise_refused(RuntimeError(text))
+
+
+def test_flops_can_be_registered_again() -> None:
+    importlib.reload(_flops)
 
 
 @pytest.mark.parametrize("frozen", [(), ("input",), ("weight", "bias"), ("input", "weight", "bias")], ids=str)

@@ -83,10 +83,11 @@ def test_what_takes_long_comes_first_and_what_is_alone_last(monkeypatch: pytest.
     def item(marks: tuple[str, ...], name: str) -> SimpleNamespace:
         return SimpleNamespace(name=name, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
 
+    monkeypatch.delenv("SYNCFREE_PIECE", raising=False)
     for there, order in ((True, "cfgadeb"), (False, "abcdefg")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         items = [item(marks, name) for name, marks in tests.items()]
-        conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+        conftest.pytest_collection_modifyitems(SimpleNamespace(), items)  # type: ignore[arg-type]
         assert "".join(i.name for i in items) == order
 
 

@@ -121,7 +121,7 @@ def as_float8(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float8_e5m2)
 
 
-KINDS = [torch.Tensor.cfloat, as_conjugate, as_sparse, as_csr, as_float8, torch.Tensor.neg, torch.Tensor.half]
+KINDS = [torch.Tensor.cfloat, as_conjugate, as_sparse, as_csr, as_float8, torch._neg_view, torch.Tensor.half]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -203,6 +203,19 @@ def test_a_copy_goes_on_by_itself(way: str, device: torch.device) -> None:
     assert (other.reductions["g"], other.compute()["d"], buffer.reductions) == ("max", -1.0, {**reductions, "e": "max"})
 
 
+class Named(MetricBuffer):
+    extra: Any = None
+
+
+def test_a_copy_keeps_attributes(device: torch.device) -> None:
+    buffer = Named(device, {"a": "sum"})
+    buffer.extra = ["kept"]
+    buffer.add(a=2)
+    for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        assert (type(other), other.extra, other.device) == (Named, ["kept"], device)
+        assert other.compute() == {"a": 2.0}
+
+
 def test_a_copy_of_ranks_is_refused() -> None:
     buffer = MetricBuffer("cpu")
     buffer.group = object()  # type: ignore[assignment]

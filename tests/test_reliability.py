@@ -414,7 +414,7 @@ def sanitize(folder: Path, middle: str, *parts: str) -> subprocess.CompletedProc
     fake.write_text(f"#!/bin/bash\n{start}\n{middle}\n{end}\n")
     fake.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
-    environment.update(KERNEL_CHECKS="/bin/true", PYTHON=sys.executable, CUDA_HOME=str(folder))
+    environment.update(KERNEL_CHECKS="/bin/true", PYTHON=sys.executable, CUDA_HOME=str(folder), JOBS="1")
     command = [ROOT / "tools" / "sanitize.sh", *parts]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -456,7 +456,8 @@ def test_pieces_of_the_tests() -> None:
     """SYNCFREE_PIECE divides what -k leaves, and nothing runs twice or not at all."""
 
     def collected(piece: str | None) -> list[str]:
-        environment = {**os.environ, **({"SYNCFREE_PIECE": piece} if piece else {})}
+        environment = {name: value for name, value in os.environ.items() if name != "SYNCFREE_PIECE"}
+        environment.update({"SYNCFREE_PIECE": piece} if piece else {})
         command = [sys.executable, "-m", "pytest", "-q", "--co", "-p", "no:cacheprovider", "-p", "no:xdist"]
         command += ["-k", "target", "tests/test_errors.py"]
         ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
