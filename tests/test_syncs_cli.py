@@ -310,6 +310,7 @@ for target in (train, broken):
     assert status("syncs", "--json", path, script) == {"": 0, "1 / 0": 1}.get(end, 130)
     assert seen == [LookupError]
     assert threading.excepthook is hook
+    assert not torch._C._only_lift_cpu_tensors()
     ended = capsys.readouterr()
     assert "_Stop" not in ended.err
     assert "the end" not in ended.out

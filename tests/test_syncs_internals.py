@@ -80,7 +80,7 @@ def test_events_are_recorded_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constructors_flag_is_restored() -> None:
     before = torch._C._only_lift_cpu_tensors()
-    with internals.visible_constructors():
+    with internals.VisibleConstructors():
         assert torch._C._only_lift_cpu_tensors()
         torch.testing.assert_close(torch.tensor([1.0, 2.0]), torch.ones(2).cumsum(0))
     assert torch._C._only_lift_cpu_tensors() == before
@@ -88,7 +88,7 @@ def test_constructors_flag_is_restored() -> None:
 
 @pytest.mark.cuda
 def test_constructors_copy_in_an_op_that_a_mode_sees() -> None:
-    with internals.visible_constructors(), Notes() as notes:
+    with internals.VisibleConstructors(), Notes() as notes:
         made = torch.tensor([1.0, 2.0], device="cuda")
     assert made.device.type == "cuda"
     assert "aten::_to_copy" in [name for name, *_ in notes.seen]

@@ -233,13 +233,12 @@ def _new_instance(stock: type) -> Any:
     return fused.__new__(fused)
 
 
-# The cache of classes alone would let two threads make one each, and the modes of a probe are those of the process.
-_patching = threading.Lock()
+_making_a_class = threading.Lock()
 
 
 def _fused_class(stock: type) -> type:
-    """One class for each class of models."""
-    with _patching:
+    """One class for each class of models. The lock: a cache alone would let two threads make one each."""
+    with _making_a_class:
         return _make_fused_class(stock)
 
 
@@ -406,7 +405,7 @@ def _probe(model: Any) -> None:
     off = {name: False for name in ("use_cache", "output_router_logits") if name in parameters}
     call = _Call(model, probe=True)
     before = base.__dict__.get("forward")
-    with _patching, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         hidden = torch.empty(1, 4, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
         tokens = torch.zeros(1, 4, dtype=torch.int64, device=layer.weight.device)
         base.forward = lambda *_args, **_kwargs: _BaseOutputs(hidden)

@@ -16,8 +16,9 @@ tests/test_syncs_internals.py checks each of them against the torch at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 __all__ = [
     "SYNC_WARNING",
     "DispatchMode",
+    "VisibleConstructors",
     "call_of",
     "current_node",
     "node_name",
@@ -34,7 +36,6 @@ __all__ = [
     "sequence_number",
     "stream_key",
     "top_mode",
-    "visible_constructors",
 ]
 
 # What c10 says before it waits, in mode "warn"; torch appends where in its C++ sources that was.
@@ -101,17 +102,29 @@ def node_sequence(node: Any) -> int | None:
     return int(read()) if read is not None else None
 
 
-@contextmanager
-def visible_constructors() -> Iterator[None]:
-    """Inside, torch.tensor(data, device="cuda") makes a CPU tensor first and copies it in an op that a mode sees."""
-    read = getattr(torch._C, "_only_lift_cpu_tensors", None)
-    write = getattr(torch._C, "_set_only_lift_cpu_tensors", None)
-    if read is None or write is None:
-        yield
-        return
-    before = read()
-    write(True)
-    try:
-        yield
-    finally:
-        write(before)
+class VisibleConstructors:
+    """Inside, torch.tensor(data, device="cuda") makes a CPU tensor first and copies it in an op that a mode sees.
+
+    That holds for the thread that enters. Left by another one it stays, until the first calls `leave` as well.
+    """
+
+    def __init__(self) -> None:
+        self._before: bool | None = None
+        self._thread = 0
+
+    def __enter__(self) -> None:
+        read = getattr(torch._C, "_only_lift_cpu_tensors", None)
+        if read is not None and hasattr(torch._C, "_set_only_lift_cpu_tensors"):
+            self._before, self._thread = read(), threading.get_ident()
+            torch._C._set_only_lift_cpu_tensors(True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Once more does nothing."""
+        if self._before is not None and threading.get_ident() == self._thread:
+            torch._C._set_only_lift_cpu_tensors(self._before)
+            self._before = None

@@ -88,6 +88,7 @@ class find_syncs:  # noqa: N801 (used like a function)
         self._hooks = ExitStack()  # as long as steps are counted
         self._measuring = ExitStack()  # as long as the timer is needed
         self._listening = ExitStack()  # as long as it runs
+        self._constructors = internals.VisibleConstructors()
         self._mode_is_on = False
         self._steps_seen = 0
         self._own = 0.0
@@ -113,7 +114,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             # In place from the start, passing ops on, so that warm-up pays for what is paid once.
             self._timer.__enter__()
             self._mode_is_on = True
-            self._measuring.enter_context(internals.visible_constructors())
+            self._measuring.enter_context(self._constructors)
             if self._warmup == 0:
                 self._calibrate()
         if self._warmup == 0:
@@ -134,6 +135,7 @@ class find_syncs:  # noqa: N801 (used like a function)
             self._hooks.close()
             self._end(call_done=False)
             self._leave_mode()
+            self._constructors.leave()  # steps may have been counted, and so the measuring ended, in another thread
 
     def _finish(self) -> None:
         if self._state == "measuring":
