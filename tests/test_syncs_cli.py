@@ -57,6 +57,14 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C is an exception, also where the tests run in the background, where a shell switches it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A simulated GPU in the place of the real one."""
     with fake_card() as gpu:
@@ -224,7 +232,7 @@ def test_a_file_that_is_there_is_written_again(script: Path, tmp_path: Path, mon
 INTERRUPTED = SCRIPT.replace("    log(loss)\n", "    log(loss)\n    if index == 6:\n        interrupt()\n")
 
 
-@pytest.mark.usefixtures("card")
+@pytest.mark.usefixtures("card", "interrupts")
 @pytest.mark.parametrize(
     ("interrupt", "options", "note"),
     [
@@ -251,7 +259,7 @@ def test_an_interrupt_ends_the_script_with_a_report(
     assert page.is_file()
 
 
-@pytest.mark.usefixtures("card")
+@pytest.mark.usefixtures("card", "interrupts")
 @pytest.mark.parametrize("place", ["the report is made", "the report is printed"])
 def test_a_second_interrupt_ends_the_report(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
